@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad arguments: an error that names the argument, what it is and what it must be, no launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from packed import boundaries, randn, random_table
+
+from transformer_engine_overlay import _native, apply_rotary_pos_emb_thd, path_counts
+from transformer_engine_overlay.thd import rotate_thd
+
+
+def good(device: torch.device) -> dict[str, Any]:
+    return {
+        "t": randn(8, 2, 8, device=device),
+        "freqs": random_table(16, 8, device),
+        "cu_seqlens": boundaries([0, 3, 8], device),
+        "start_positions": boundaries([1, 2], device),
+        "interleaved": False,
+        "cp_size": 1,
+        "cp_rank": 0,
+    }
+
+
+def call(arguments: dict[str, Any]) -> torch.Tensor:
+    arguments = dict(arguments)
+    positional = [arguments.pop(name) for name in ("t", "freqs", "cu_seqlens")]
+    return apply_rotary_pos_emb_thd(*positional, **arguments)
+
+
+BAD = [
+    ("t", lambda x: None, TypeError, "t is of type NoneType; it must be a torch.Tensor"),
+    ("t", lambda x: x.tolist(), TypeError, "t is of type list"),
+    (
+        "t",
+        lambda x: x.double(),
+        TypeError,
+        "t has dtype torch.float64; it must be float32, float16",
+    ),
+    ("t", lambda x: x.to(torch.float8_e4m3fn), TypeError, "t has dtype torch.float8_e4m3fn"),
+    ("t", lambda x: x.int(), TypeError, "t has dtype torch.int32"),
+    ("t", lambda x: x[0], ValueError, r"t has shape \[2, 8\]; it must be 3-D, \[t, h, d\]"),
+    ("t", lambda x: x[None], ValueError, r"t has shape \[1, 8, 2, 8\]; it must be 3-D"),
+    ("t", lambda x: x.to("meta"), ValueError, "t is on device meta; it must be on a CUDA device"),
+    ("t", lambda x: x.to_sparse(), TypeError, "t has layout torch.sparse_coo"),
+    ("freqs", lambda x: None, TypeError, "freqs is of type NoneType"),
+    ("freqs", lambda x: x[:, 0, 0], ValueError, r"freqs has shape \[16, 8\]; it must be \[s, 1, 1"),
+    ("freqs", lambda x: x.expand(-1, 2, -1, -1), ValueError, r"freqs has shape \[16, 2, 1, 8\]"),
+    ("freqs", lambda x: x.expand(-1, -1, 2, -1), ValueError, r"freqs has shape \[16, 1, 2, 8\]"),
+    (
+        "freqs",
+        lambda x: x[..., :5],
+        ValueError,
+        r"freqs has d2 = 5 .* must be even and at most d = 8",
+    ),
+    ("freqs", lambda x: x.repeat(1, 1, 1, 2), ValueError, "freqs has d2 = 16"),
+    ("freqs", lambda x: x.long(), TypeError, "freqs has dtype torch.int64; it must be a floating"),
+    ("freqs", lambda x: x.to("meta"), ValueError, "freqs is on meta; it must be on"),
+    ("cu_seqlens", lambda x: None, TypeError, "cu_seqlens is of type NoneType"),
+    ("cu_seqlens", lambda x: [0, 3, 8], TypeError, "cu_seqlens is of type list"),
+    (
+        "cu_seqlens",
+        lambda x: x.long(),
+        TypeError,
+        r"cu_seqlens has dtype torch.int64; .* torch.int32: pass cu_seqlens.to\(torch.int32\)",
+    ),
+    ("cu_seqlens", lambda x: x.float(), TypeError, "cu_seqlens has dtype torch.float32"),
+    ("cu_seqlens", lambda x: x[None], ValueError, r"cu_seqlens has shape \[1, 3\]; it must be 1-D"),
+    ("cu_seqlens", lambda x: x[0], ValueError, r"cu_seqlens has shape \[\]; it must be 1-D"),
+    ("cu_seqlens", lambda x: x[:0], ValueError, r"cu_seqlens has shape \[0\].* b \+ 1 entries"),
+    ("cu_seqlens", lambda x: x.to("meta"), ValueError, "cu_seqlens is on meta; it must be on"),
+    ("start_positions", lambda x: 3, TypeError, "start_positions is of type int"),
+    ("start_positions", lambda x: x.long(), TypeError, "start_positions has dtype torch.int64"),
+    ("start_positions", lambda x: x[0], ValueError, r"start_positions has shape \[\]"),
+    (
+        "start_positions",
+        lambda x: x[:1],
+        ValueError,
+        r"start_positions has shape \[1\]; .*an entry for each sequence, at least 2",
+    ),
+    ("start_positions", lambda x: x.to("meta"), ValueError, "start_positions is on meta"),
+    ("cp_size", lambda x: 0, ValueError, "cp_size is 0; it must be at least 1"),
+    ("cp_size", lambda x: -2, ValueError, "cp_size is -2"),
+    ("cp_size", lambda x: 2**31, ValueError, "cp_size is 2147483648"),
+    ("cp_size", lambda x: 2.0, TypeError, "cp_size is of type float; it must be an int"),
+    ("cp_size", lambda x: None, TypeError, "cp_size is of type NoneType"),
+    ("cp_rank", lambda x: 1, ValueError, r"cp_rank is 1; it must be in \[0, cp_size\) = \[0, 1\)"),
+    ("cp_rank", lambda x: -1, ValueError, "cp_rank is -1"),
+    ("cp_rank", lambda x: "0", TypeError, "cp_rank is of type str"),
+]
+
+
+@pytest.mark.parametrize(("argument", "spoil", "error", "message"), BAD)
+def test_bad_argument_is_named(
+    device: torch.device, argument: str, spoil: Any, error: type[Exception], message: str
+) -> None:
+    arguments = good(device)
+    arguments[argument] = spoil(arguments[argument])
+    before = path_counts()
+    with pytest.raises(error, match=message):
+        call(arguments)
+    assert path_counts() == before
+    assert call(good(device)).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("argument", ["freqs", "cu_seqlens", "start_positions"])
+def test_cpu_metadata_with_a_gpu_tensor(argument: str) -> None:
+    arguments = good(torch.device("cuda"))
+    arguments[argument] = arguments[argument].cpu()
+    with pytest.raises(ValueError, match=f"{argument} is on cpu; it must be on cuda:0"):
+        call(arguments)
+    assert call(good(torch.device("cuda"))).isfinite().all()
+    torch.cuda.synchronize()
+
+
+def test_cu_seqlens_is_required() -> None:
+    arguments = good(torch.device("cpu"))
+    with pytest.raises(TypeError, match="cu_seqlens"):
+        apply_rotary_pos_emb_thd(arguments["t"], arguments["freqs"])  # type: ignore[call-arg]
+
+
+def test_a_gradient_is_called_by_its_name() -> None:
+    with pytest.raises(ValueError, match=r"grad_output has shape \[8\]"):
+        rotate_thd(torch.zeros(8), random_table(16, 8), boundaries([0, 8]), None, False, 1, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("driver", "runtime", "message"),
+    [
+        (13000, 13000, ""),
+        (13000, 13020, ""),  # a minor version older: CUDA runs it
+        (14000, 13000, ""),
+        (12080, 13000, "supports CUDA up to 12.8, but .* CUDA 13.0 runtime.*a CUDA 12 toolkit"),
+        (11040, 12090, "supports CUDA up to 11.4, but .* CUDA 12.9 runtime"),
+        (0, 13000, "no NVIDIA driver was found"),
+    ],
+)
+def test_driver_older_than_the_runtime_is_refused_by_name(
+    driver: int, runtime: int, message: str
+) -> None:
+    complaint = _native.driver_complaint(driver, runtime)
+    if not message:
+        assert complaint == ""
+    else:
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(complaint)

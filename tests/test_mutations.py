@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wrong build must not pass: each mutation of the headers makes named tests fail.
+
+The mutated source is built for the CPU in a folder of its own and put in front of the installed
+package. The same tests pass on the true build, which is the rest of this suite.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADERS = "transformer_engine_overlay/common/fused_rope"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    header: str
+    original: str
+    replacement: str
+    failing_tests: tuple[str, ...]
+
+
+MUTATIONS = {
+    "swapped contraction": Mutation(
+        "thd_rotation.h",
+        "  const float product = partner * sin;\n  return std::fma(x, cos, product);",
+        "  const float product = x * cos;\n  return std::fma(partner, sin, product);",
+        ("test_rotation.py::test_contraction_is_the_written_one[cpu-False-False]",),
+    ),
+    "ignored cp_rank": Mutation(
+        "thd_token_map.h",
+        "if (row < half) return row + batch.cp_rank * length / 2;",
+        "if (row < half) return row;",
+        (
+            "test_context_parallel.py::test_rank_holds_its_share_of_the_whole_result"
+            "[cpu-2-1-False-False-dtype0]",
+            "test_context_parallel.py::test_ranks_reassemble[cpu-2]",
+            "test_verify.py::TestCommand::test_passes",
+        ),
+    ),
+    "off-by-one owner": Mutation(
+        "thd_token_map.h",
+        "local_boundary(batch, middle) <= token",
+        "local_boundary(batch, middle) < token",
+        (
+            "test_index_math.py::test_owner_among_many_sequences",
+            "test_behaviour.py::TestEmpty::test_sequences[cpu]",
+            "test_verify.py::TestCommand::test_passes",
+        ),
+    ),
+    "sine of the element itself in the transpose": Mutation(
+        "thd_rotation.h",
+        "rotate_element(x.first, a.cos_first, x.second, a.sin_second),\n"
+        "            rotate_element(x.second, a.cos_second, x.first, -a.sin_first)",
+        "rotate_element(x.first, a.cos_first, x.second, a.sin_first),\n"
+        "            rotate_element(x.second, a.cos_second, x.first, -a.sin_second)",
+        ("test_rotation.py::test_backward_is_the_transpose[cpu-1-0-False]",),
+    ),
+    "table row not checked": Mutation(
+        "thd_token_map.h",
+        "position >= 0 && position < batch.table_rows ? position : kNoTableRow",
+        "position >= 0 ? position : kNoTableRow",
+        ("test_index_math.py::test_garbage_boundaries_stay_inside_of_the_table",),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_caught(name: str, tmp_path: Path) -> None:
+    mutation = MUTATIONS[name]
+    source = tmp_path / "source"
+    shutil.copytree(
+        ROOT,
+        source,
+        ignore=shutil.ignore_patterns(".*", "build", "results", "__pycache__", "*.so"),
+    )
+    header = source / HEADERS / mutation.header
+    text = header.read_text()
+    assert text.count(mutation.original) == 1
+    header.write_text(text.replace(mutation.original, mutation.replacement))
+
+    installed = tmp_path / "installed"
+    run(
+        *("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"),
+        *("--target", str(installed), str(source)),
+        check=True,
+        TE_OVERLAY_CUDA="0",
+    )
+    for test in mutation.failing_tests:
+        outcome = run(
+            *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"{ROOT}/tests/{test}"),
+            PYTHONPATH=str(installed),
+        )
+        assert outcome.returncode == 1, f"{test} passed on a build with: {name}\n{outcome.stdout}"
+        assert "1 failed" in outcome.stdout, outcome.stdout
+
+
+def run(
+    *arguments: str, check: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python outside of the checkout, which would hide the installed package."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **environment},
+        cwd=ROOT.parent,
+        check=check,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call must look like, checked on the host before any launch and without a synchronisation.
+
+Each error names the argument, what it is, what it must be and, where there is one, the remedy.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from transformer_engine_overlay import _native
+
+DTYPE_CODES: dict[torch.dtype, int] = {
+    torch.float32: _native.FLOAT32,
+    torch.float16: _native.FLOAT16,
+    torch.bfloat16: _native.BFLOAT16,
+}
+
+# Index arithmetic inside of a row is 32-bit; offsets between rows and heads are 64-bit.
+MAX_ROW_EXTENT = 1 << 24
+
+
+def check_tensor(name: str, value: object) -> torch.Tensor:
+    """Return `value` if it is a tensor."""
+    if isinstance(value, torch.Tensor):
+        return value
+    raise TypeError(f"{name} is of type {type(value).__name__}; it must be a torch.Tensor")
+
+
+def check_input(name: str, t: object) -> torch.Tensor:
+    """Return `t` if it is a packed tensor ``[t, h, d]`` of a dtype and on a device we cover."""
+    t = check_tensor(name, t)
+    if t.dtype not in DTYPE_CODES:
+        raise TypeError(f"{name} has dtype {t.dtype}; it must be float32, float16 or bfloat16")
+    if t.dim() != 3:
+        raise ValueError(f"{name} has shape {list(t.shape)}; it must be 3-D, [t, h, d]")
+    if t.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on device {t.device}; it must be on a CUDA device or the CPU")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name} has layout {t.layout}; it must be a dense (strided) tensor")
+    if t.shape[1] > MAX_ROW_EXTENT or t.shape[2] > MAX_ROW_EXTENT:
+        raise ValueError(
+            f"{name} has shape {list(t.shape)}; h and d must each be at most {MAX_ROW_EXTENT}"
+        )
+    return t
+
+
+def check_table(freqs: object, t: torch.Tensor) -> torch.Tensor:
+    """Return the angle table as contiguous float32; a clean table comes back as it is."""
+    freqs = check_tensor("freqs", freqs)
+    if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1:
+        raise ValueError(
+            f"freqs has shape {list(freqs.shape)}; it must be [s, 1, 1, d2]: one table for all "
+            "sequences and heads"
+        )
+    rotary_dim = freqs.shape[3]
+    if rotary_dim % 2 or rotary_dim > t.shape[2]:
+        raise ValueError(
+            f"freqs has d2 = {rotary_dim} (its last dimension); it must be even and at most "
+            f"d = {t.shape[2]}, the last dimension of the rotated tensor"
+        )
+    check_device("freqs", freqs, t)
+    if not freqs.is_floating_point():
+        raise TypeError(f"freqs has dtype {freqs.dtype}; it must be a floating-point type")
+    return freqs.to(torch.float32).contiguous()
+
+
+def check_metadata(
+    name: str, value: object, t: torch.Tensor, min_entries: int, what: str
+) -> torch.Tensor:
+    """Return an int32 vector on `t`'s device, contiguous, with at least `min_entries` entries."""
+    value = check_tensor(name, value)
+    if value.dtype != torch.int32:
+        raise TypeError(
+            f"{name} has dtype {value.dtype}; it must be torch.int32: pass {name}.to(torch.int32)"
+        )
+    if value.dim() != 1 or value.shape[0] < min_entries:
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}; it must be 1-D with {what}, at least "
+            f"{min_entries}"
+        )
+    check_device(name, value, t)
+    return value.contiguous()
+
+
+def check_device(name: str, value: torch.Tensor, t: torch.Tensor) -> None:
+    """Raise unless `value` is on the device of `t`."""
+    if value.device != t.device:
+        raise ValueError(
+            f"{name} is on {value.device}; it must be on {t.device}, where the rotated tensor is: "
+            f"pass {name}.to('{t.device}')"
+        )
+
+
+def check_context_parallel(cp_size: object, cp_rank: object) -> tuple[int, int]:
+    """Return both as ints if ``0 <= cp_rank < cp_size``."""
+    size = _check_int("cp_size", cp_size)
+    rank = _check_int("cp_rank", cp_rank)
+    if not 1 <= size < 1 << 31:
+        raise ValueError(f"cp_size is {size}; it must be at least 1 and below 2**31")
+    if not 0 <= rank < size:
+        raise ValueError(f"cp_rank is {rank}; it must be in [0, cp_size) = [0, {size})")
+    return size, rank
+
+
+def _check_int(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} is of type {type(value).__name__}; it must be an int") from None

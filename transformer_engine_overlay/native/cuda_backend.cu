@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Queues a call on a GPU and turns what CUDA reports into words.
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "backend.h"
+#include "fused_rope/thd_launch.cuh"
+#include "legacy_grid.cuh"
+
+namespace transformer_engine {
+namespace thd_rope {
+namespace {
+
+void check_cuda(cudaError_t error, const char *what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // do not leave it for an unrelated call to find
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + ": " +
+                           cudaGetErrorString(error));
+}
+
+// Makes `device` current for the calling thread and puts the former one back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&former_), "reading the current CUDA device");
+    if (former_ == device) return;
+    check_cuda(cudaSetDevice(device), "making the tensor's CUDA device current");
+    changed_ = true;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(former_);
+  }
+  DeviceGuard(const DeviceGuard &) = delete;
+  DeviceGuard &operator=(const DeviceGuard &) = delete;
+
+ private:
+  int former_ = 0;
+  bool changed_ = false;
+};
+
+// Asked once: the answer cannot change within a process.
+const std::string &cached_driver_complaint() {
+  static const std::string complaint = driver_complaint(cuda_versions());
+  return complaint;
+}
+
+[[noreturn]] void throw_no_kernel_image(int device) {
+  int major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  const std::string chip = std::to_string(major) + std::to_string(minor);
+  throw std::runtime_error("cuda:" + std::to_string(device) + " has compute capability " +
+                           std::to_string(major) + "." + std::to_string(minor) +
+                           ", but transformer-engine-overlay was built for chips " + built_chips() +
+                           "; reinstall it from source with TE_OVERLAY_CUDA_ARCHS=" + chip);
+}
+
+}  // namespace
+
+CudaVersions cuda_versions() {
+  CudaVersions versions{0, 0};
+  if (cudaDriverGetVersion(&versions.driver) != cudaSuccess) versions.driver = 0;
+  cudaRuntimeGetVersion(&versions.runtime);
+  return versions;
+}
+
+int64_t run_on_cuda(const ThdRopeParams &params, Path path, int device, uintptr_t stream) {
+  if (!has_elements(params)) return 0;
+  const std::string &complaint = cached_driver_complaint();
+  if (!complaint.empty()) throw std::runtime_error(complaint);
+  const bool token_linear = path == Path::kTokenLinear;
+  const int64_t blocks =
+      token_linear ? token_linear_grid_blocks(params.num_tokens) : legacy_grid_blocks(params.batch);
+  if (blocks > kMaxGridBlocks) {
+    throw std::invalid_argument(
+        std::string(token_linear ? "the token-linear grid" : "the legacy grid") + " would be " +
+        std::to_string(blocks) + " blocks (" + std::to_string(params.batch.table_rows) +
+        " table rows, " + std::to_string(params.batch.num_sequences) + " sequences, " +
+        std::to_string(params.num_tokens) + " tokens); CUDA launches at most " +
+        std::to_string(kMaxGridBlocks) +
+        (token_linear ? "; split the batch" : "; unset " + std::string(kPathVariable)));
+  }
+  const DeviceGuard guard(device);
+  const cudaStream_t cuda_stream = reinterpret_cast<cudaStream_t>(stream);
+  const cudaError_t error = token_linear ? launch_token_linear(params, cuda_stream)
+                                         : launch_legacy_grid(params, cuda_stream);
+  if (error == cudaErrorNoKernelImageForDevice) throw_no_kernel_image(device);
+  check_cuda(error, "launching THD RoPE");
+  return params.batch.num_sequences == 0 || params.batch.table_rows == 0 ? 0 : blocks;
+}
+
+}  // namespace thd_rope
+}  // namespace transformer_engine
