@@ -254,7 +254,7 @@ class TestLayouts:
         shape, margin = (33, 3, 20), 512
         numel = 33 * 3 * 20
         buffer = torch.full((numel + 2 * margin,), 7.0, device=device)
-        monkeypatch.setattr(torch, "empty", lambda *a, **k: buffer[margin:-margin].view(shape))
+        monkeypatch.setattr(torch, "empty_like", lambda *a, **k: buffer[margin:-margin].view(shape))
         t = randn(*shape, device=device)
         freqs, cu = random_table(8, 14, device), boundaries([0, 3, 30], device)
         both_paths(lambda: rotate(t, freqs, cu).clone())

@@ -117,6 +117,34 @@ def test_cpu_metadata_with_a_gpu_tensor(argument: str) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("shape", [(1, 2**24 + 1, 2), (1, 1, 2**24 + 2)])
+def test_rows_too_long_for_32_bit_indices(shape: tuple[int, int, int]) -> None:
+    t = torch.zeros(1, 1, 1).expand(shape)
+    with pytest.raises(ValueError, match=f"h is {shape[1]} and d is {shape[2]}; each must be at"):
+        apply_rotary_pos_emb_thd(t, random_table(1, 2), boundaries([0, 1]))
+
+
+class Wrapper(torch.Tensor):
+    """A wrapper subclass, such as those of quantised tensors: it has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return torch.empty(args[0].shape)
+
+
+def test_tensor_without_memory_is_refused() -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"no memory|data pointer|storage"):
+        rotate_thd(
+            Wrapper((8, 2, 8)), random_table(16, 8), boundaries([0, 8]), None, False, 1, 0, False
+        )
+
+
 def test_cu_seqlens_is_required() -> None:
     arguments = good(torch.device("cpu"))
     with pytest.raises(TypeError, match="cu_seqlens"):

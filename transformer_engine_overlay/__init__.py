@@ -14,6 +14,8 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from transformer_engine_overlay.gate import OverlayError
+from transformer_engine_overlay.patching import disable, enable, patched, status
 from transformer_engine_overlay.thd import apply_rotary_pos_emb_thd, path_counts
 
 try:
@@ -21,4 +23,13 @@ try:
 except PackageNotFoundError:  # built by hand and put on PYTHONPATH
     __version__ = "0+unknown"
 
-__all__ = ["__version__", "apply_rotary_pos_emb_thd", "path_counts"]
+__all__ = [
+    "OverlayError",
+    "__version__",
+    "apply_rotary_pos_emb_thd",
+    "disable",
+    "enable",
+    "patched",
+    "path_counts",
+    "status",
+]

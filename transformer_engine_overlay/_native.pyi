@@ -3,6 +3,7 @@
 
 LEGACY_GRID: int
 TOKEN_LINEAR: int
+AUTOMATIC: int
 FLOAT32: int
 FLOAT16: int
 BFLOAT16: int
@@ -32,9 +33,16 @@ def thd_rope(
     device: int,
     stream: int,
     num_threads: int,
+    routed: bool,
     /,
 ) -> int: ...
+
+class UnsupportedDeviceError(RuntimeError): ...
+
+def count_passed_through() -> None: ...
+def passed_through() -> int: ...
 def path_counts() -> dict[str, dict[str, int]]: ...
+def path_request() -> int: ...
 def choose_path(
     value: str | None, table_rows: int, num_sequences: int, num_tokens: int, cp_size: int
 ) -> int: ...

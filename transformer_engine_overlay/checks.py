@@ -18,8 +18,100 @@ DTYPE_CODES: dict[torch.dtype, int] = {
     torch.bfloat16: _native.BFLOAT16,
 }
 
-# Index arithmetic inside of a row is 32-bit; offsets between rows and heads are 64-bit.
-MAX_ROW_EXTENT = 1 << 24
+Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", int, int]
+
+
+def is_clean(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> bool:
+    """Tell quickly whether a call on a CUDA device needs no word said and nothing converted.
+
+    What is not clean is not wrong: `normalize` sorts that out. The two must agree that a clean call
+    is a good one.
+    """
+    try:
+        _, _, head_dim = t.shape
+        _, one, also_one, rotary_dim = freqs.shape
+        (num_boundaries,) = cu_seqlens.shape
+        device = t.get_device()
+        return (
+            t.is_cuda
+            and t.dtype in DTYPE_CODES
+            and t.layout is torch.strided
+            and one == also_one == 1
+            and not rotary_dim & 1
+            and rotary_dim <= head_dim
+            and freqs.dtype is torch.float32
+            and freqs.get_device() == device
+            and freqs.is_contiguous()
+            and num_boundaries > 0
+            and cu_seqlens.dtype is torch.int32
+            and cu_seqlens.get_device() == device
+            and cu_seqlens.is_contiguous()
+            and type(cp_size) is int
+            and type(cp_rank) is int
+            and 0 <= cp_rank < cp_size < 1 << 31
+            and (
+                start_positions is None
+                or (
+                    start_positions.dtype is torch.int32
+                    and start_positions.get_device() == device
+                    and start_positions.dim() == 1
+                    and start_positions.shape[0] >= num_boundaries - 1
+                    and start_positions.is_contiguous()
+                )
+            )
+        )
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+
+
+def normalize(
+    name: str,
+    t: object,
+    freqs: object,
+    cu_seqlens: object,
+    start_positions: object,
+    cp_size: object,
+    cp_rank: object,
+) -> Call:
+    """Return the arguments as the kernels take them, or raise what is wrong with them.
+
+    Parameters
+    ----------
+    name : str
+        What to call `t` in a message.
+    t, freqs, cu_seqlens, start_positions, cp_size, cp_rank
+        As for `transformer_engine_overlay.apply_rotary_pos_emb_thd`.
+
+    Returns
+    -------
+    tuple
+        The same six, the table contiguous float32 and the metadata contiguous int32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        See the module.
+    """
+    t = check_input(name, t)
+    table = check_table(freqs, t)
+    boundaries = check_metadata("cu_seqlens", cu_seqlens, t, 1, "b + 1 entries")
+    starts = None
+    if start_positions is not None:
+        starts = check_metadata(
+            "start_positions",
+            start_positions,
+            t,
+            boundaries.shape[0] - 1,
+            "an entry for each sequence",
+        )
+    return (t, table, boundaries, starts, *check_context_parallel(cp_size, cp_rank))
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:
@@ -40,10 +132,6 @@ def check_input(name: str, t: object) -> torch.Tensor:
         raise ValueError(f"{name} is on device {t.device}; it must be on a CUDA device or the CPU")
     if t.layout != torch.strided:
         raise TypeError(f"{name} has layout {t.layout}; it must be a dense (strided) tensor")
-    if t.shape[1] > MAX_ROW_EXTENT or t.shape[2] > MAX_ROW_EXTENT:
-        raise ValueError(
-            f"{name} has shape {list(t.shape)}; h and d must each be at most {MAX_ROW_EXTENT}"
-        )
     return t
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,6 @@ import torch
 from transformer_engine_overlay import _native, checks
 
 
-# Raw pointers cannot be traced: the compiler breaks the graph here and runs the call as it is.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def apply_rotary_pos_emb_thd(
     t: torch.Tensor,
     freqs: torch.Tensor,
@@ -100,48 +99,71 @@ def rotate_thd(
     torch.Tensor
         A new contiguous tensor of the shape and dtype of `t`.
     """
-    name = "grad_output" if transpose else "t"
-    t = checks.check_input(name, t)
-    table = checks.check_table(freqs, t)
-    boundaries = checks.check_metadata("cu_seqlens", cu_seqlens, t, 1, "b + 1 entries")
-    num_sequences = boundaries.shape[0] - 1
-    starts = None
-    if start_positions is not None:
-        starts = checks.check_metadata(
-            "start_positions", start_positions, t, num_sequences, "an entry for each sequence"
+    if not checks.is_clean(t, freqs, cu_seqlens, start_positions, cp_size, cp_rank):
+        name = "grad_output" if transpose else "t"
+        t, freqs, cu_seqlens, start_positions, cp_size, cp_rank = checks.normalize(
+            name, t, freqs, cu_seqlens, start_positions, cp_size, cp_rank
         )
-    cp_size, cp_rank = checks.check_context_parallel(cp_size, cp_rank)
+    return launch(
+        *(t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, transpose), False
+    )
 
-    output = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+def launch(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    interleaved: bool,
+    cp_size: int,
+    cp_rank: int,
+    transpose: bool,
+    routed: bool,
+) -> torch.Tensor:
+    """Do what `rotate_thd` does, for arguments that `checks` has found clean or made so.
+
+    `routed` says that TransformerEngine made the call, for the counters.
+    """
+    output = torch.empty_like(t, memory_format=torch.contiguous_format)
     num_tokens, num_heads, head_dim = t.shape
     stride_t, stride_h, stride_d = t.stride()
+    table_rows, _, _, rotary_dim = freqs.shape
     device = t.get_device()  # -1 on the CPU
     on_cuda = device >= 0
     _native.thd_rope(
         t.data_ptr(),
         output.data_ptr(),
-        table.data_ptr(),
-        boundaries.data_ptr(),
-        0 if starts is None else starts.data_ptr(),
+        freqs.data_ptr(),
+        cu_seqlens.data_ptr(),
+        0 if start_positions is None else start_positions.data_ptr(),
         num_tokens,
         num_heads,
         head_dim,
-        table.shape[3],
+        rotary_dim,
         stride_t,
         stride_h,
         stride_d,
-        num_sequences,
-        table.shape[0],
+        cu_seqlens.shape[0] - 1,
+        table_rows,
         cp_size,
         cp_rank,
         checks.DTYPE_CODES[t.dtype],
         bool(interleaved),
         transpose,
         device,
-        torch.cuda.current_stream(device).cuda_stream if on_cuda else 0,
+        _current_stream(device) if on_cuda else 0,
         0 if on_cuda else torch.get_num_threads(),
+        routed,
     )
     return output
+
+
+def _stream_of(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# The raw handle, without the Python object around it, is several times as fast to get.
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 def path_counts() -> dict[str, dict[str, int]]:

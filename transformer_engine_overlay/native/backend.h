@@ -6,6 +6,7 @@
 #define TRANSFORMER_ENGINE_OVERLAY_NATIVE_BACKEND_H_
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 
 #include "fused_rope/thd_params.h"
@@ -13,13 +14,19 @@
 namespace transformer_engine {
 namespace thd_rope {
 
+// This build cannot run on that device or driver, whatever the call.
+class UnsupportedDevice : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // Runs a call on host memory with at most `num_threads` threads. Returns the number of blocks: the
 // pairs of table row and sequence that were visited, or the tokens.
 int64_t run_on_cpu(const ThdRopeParams &params, Path path, int num_threads);
 
 // Queues a call on `stream` of device `device`; the calling thread's current device is what it was
 // afterwards. Returns the number of blocks launched. Throws std::invalid_argument for a grid that
-// is too large, std::runtime_error for whatever CUDA reports.
+// is too large, UnsupportedDevice, or std::runtime_error for whatever CUDA reports.
 int64_t run_on_cuda(const ThdRopeParams &params, Path path, int device, uintptr_t stream);
 
 // CUDA versions as CUDA writes them (13000 for 13.0); 0 where there is none.

@@ -8,6 +8,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <stdexcept>
@@ -22,12 +23,15 @@ namespace transformer_engine {
 namespace thd_rope {
 namespace {
 
-// What ran, for tests and status reports: [path], both backends together.
+// What ran, for tests and status reports; both backends together.
 struct PathCounter {
   std::atomic<int64_t> calls{0};
   std::atomic<int64_t> blocks{0};
+  std::atomic<int64_t> routed{0};  // calls that TransformerEngine made
 };
 PathCounter path_counters[2];
+// Calls that TransformerEngine made and that went on to its own function.
+std::atomic<int64_t> passed_through{0};
 
 PathRequest checked_request(const std::optional<std::string> &value) {
   const PathRequest request = parse_path_request(value ? value->c_str() : nullptr);
@@ -45,6 +49,22 @@ PathRequest request_from_environment() {
   return checked_request(std::getenv(kPathVariable));
 }
 
+// Index arithmetic inside of a row is 32-bit; between rows and heads it is 64-bit.
+constexpr int64_t kMaxRowExtent = 1 << 24;
+
+void check_extents(const ThdRopeParams &params, int64_t num_heads, int64_t head_dim) {
+  if (num_heads > kMaxRowExtent || head_dim > kMaxRowExtent) {
+    throw std::invalid_argument("h is " + std::to_string(num_heads) + " and d is " +
+                                std::to_string(head_dim) + "; each must be at most " +
+                                std::to_string(kMaxRowExtent));
+  }
+  if (has_elements(params) && (params.input == nullptr || params.output == nullptr)) {
+    throw std::invalid_argument(
+        "the rotated tensor has elements but no memory (a wrapper subclass of torch.Tensor?); pass "
+        "a plain tensor");
+  }
+}
+
 template <typename T>
 T *pointer(uintptr_t address) {
   return reinterpret_cast<T *>(address);
@@ -53,11 +73,11 @@ T *pointer(uintptr_t address) {
 // One rotation. `device` is a CUDA device index, or -1 for host memory; addresses may be 0 where
 // there is nothing to point at. Returns the path taken.
 int thd_rope(uintptr_t input, uintptr_t output, uintptr_t freqs, uintptr_t cu_seqlens,
-             uintptr_t start_positions, int64_t num_tokens, int32_t num_heads, int32_t head_dim,
-             int32_t rotary_dim, int64_t stride_t, int64_t stride_h, int64_t stride_d,
+             uintptr_t start_positions, int64_t num_tokens, int64_t num_heads, int64_t head_dim,
+             int64_t rotary_dim, int64_t stride_t, int64_t stride_h, int64_t stride_d,
              int64_t num_sequences, int64_t table_rows, int32_t cp_size, int32_t cp_rank,
              int32_t dtype, bool interleaved, bool transpose, int device, uintptr_t stream,
-             int num_threads) {
+             int num_threads, bool routed) {
   ThdRopeParams params{};
   params.input = pointer<const void>(input);
   params.output = pointer<void>(output);
@@ -72,12 +92,13 @@ int thd_rope(uintptr_t input, uintptr_t output, uintptr_t freqs, uintptr_t cu_se
   params.stride_t = stride_t;
   params.stride_h = stride_h;
   params.stride_d = stride_d;
-  params.num_heads = num_heads;
-  params.head_dim = head_dim;
-  params.rotary_dim = rotary_dim;
+  params.num_heads = static_cast<int32_t>(std::min(num_heads, kMaxRowExtent));
+  params.head_dim = static_cast<int32_t>(std::min(head_dim, kMaxRowExtent));
+  params.rotary_dim = static_cast<int32_t>(std::min(rotary_dim, kMaxRowExtent));
   params.dtype = static_cast<DataType>(dtype);
   params.interleaved = interleaved;
   params.transpose = transpose;
+  check_extents(params, num_heads, head_dim);
 
   // While this thread holds the GIL, so that no other one changes the environment meanwhile.
   const Path path = choose_path(request_from_environment(), params.batch, num_tokens);
@@ -91,6 +112,7 @@ int thd_rope(uintptr_t input, uintptr_t output, uintptr_t freqs, uintptr_t cu_se
     PathCounter &counter = path_counters[static_cast<int>(path)];
     counter.calls.fetch_add(1, std::memory_order_relaxed);
     counter.blocks.fetch_add(blocks, std::memory_order_relaxed);
+    if (routed) counter.routed.fetch_add(1, std::memory_order_relaxed);
   }
   return static_cast<int>(path);
 }
@@ -102,6 +124,7 @@ nb::dict path_counts() {
     nb::dict count;
     count["calls"] = path_counters[path].calls.load(std::memory_order_relaxed);
     count["blocks"] = path_counters[path].blocks.load(std::memory_order_relaxed);
+    count["routed"] = path_counters[path].routed.load(std::memory_order_relaxed);
     counts[names[path]] = count;
   }
   return counts;
@@ -157,7 +180,7 @@ std::string driver_complaint(const CudaVersions &versions) {
 CudaVersions cuda_versions() { return {0, 0}; }
 
 int64_t run_on_cuda(const ThdRopeParams &, Path, int, uintptr_t) {
-  throw std::runtime_error(
+  throw UnsupportedDevice(
       "transformer-engine-overlay was built without CUDA, and the tensors are on a CUDA device; "
       "reinstall it from source without TE_OVERLAY_CUDA=0");
 }
@@ -168,8 +191,12 @@ int64_t run_on_cuda(const ThdRopeParams &, Path, int, uintptr_t) {
 
 NB_MODULE(_native, m) {
   using namespace transformer_engine::thd_rope;  // NOLINT: the module's own namespace
+  nb::exception<UnsupportedDevice>(m, "UnsupportedDeviceError", PyExc_RuntimeError);
   m.def("thd_rope", &thd_rope);
   m.def("path_counts", &path_counts);
+  m.def("count_passed_through", [] { passed_through.fetch_add(1, std::memory_order_relaxed); });
+  m.def("passed_through", [] { return passed_through.load(std::memory_order_relaxed); });
+  m.def("path_request", [] { return static_cast<int>(request_from_environment()); });
   m.def("choose_path", &choose_path_for, nb::arg("value").none(), nb::arg("table_rows"),
         nb::arg("num_sequences"), nb::arg("num_tokens"), nb::arg("cp_size"));
   m.def("locate_tokens", &locate_tokens);
@@ -181,6 +208,7 @@ NB_MODULE(_native, m) {
         [](int driver, int runtime) { return driver_complaint({driver, runtime}); });
   m.attr("LEGACY_GRID") = static_cast<int>(Path::kLegacyGrid);
   m.attr("TOKEN_LINEAR") = static_cast<int>(Path::kTokenLinear);
+  m.attr("AUTOMATIC") = static_cast<int>(PathRequest::kAutomatic);
   m.attr("FLOAT32") = static_cast<int>(DataType::kFloat32);
   m.attr("FLOAT16") = static_cast<int>(DataType::kFloat16);
   m.attr("BFLOAT16") = static_cast<int>(DataType::kBFloat16);

@@ -53,10 +53,10 @@ const std::string &cached_driver_complaint() {
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   const std::string chip = std::to_string(major) + std::to_string(minor);
-  throw std::runtime_error("cuda:" + std::to_string(device) + " has compute capability " +
-                           std::to_string(major) + "." + std::to_string(minor) +
-                           ", but transformer-engine-overlay was built for chips " + built_chips() +
-                           "; reinstall it from source with TE_OVERLAY_CUDA_ARCHS=" + chip);
+  throw UnsupportedDevice("cuda:" + std::to_string(device) + " has compute capability " +
+                          std::to_string(major) + "." + std::to_string(minor) +
+                          ", but transformer-engine-overlay was built for chips " + built_chips() +
+                          "; reinstall it from source with TE_OVERLAY_CUDA_ARCHS=" + chip);
 }
 
 }  // namespace
@@ -71,7 +71,7 @@ CudaVersions cuda_versions() {
 int64_t run_on_cuda(const ThdRopeParams &params, Path path, int device, uintptr_t stream) {
   if (!has_elements(params)) return 0;
   const std::string &complaint = cached_driver_complaint();
-  if (!complaint.empty()) throw std::runtime_error(complaint);
+  if (!complaint.empty()) throw UnsupportedDevice(complaint);
   const bool token_linear = path == Path::kTokenLinear;
   const int64_t blocks =
       token_linear ? token_linear_grid_blocks(params.num_tokens) : legacy_grid_blocks(params.batch);

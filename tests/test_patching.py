@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Enable, disable, status, and the gate, against a stub whose functions raise."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from packed import boundaries, randn, random_table
+from te_stub import BACKWARD_OLD, FORWARD, FORWARD_NEW, write_stub
+
+import transformer_engine_overlay as overlay
+from transformer_engine_overlay import _native, gate, patching
+from transformer_engine_overlay.thd import rotate_thd
+from transformer_engine_overlay.verify import same_bits
+
+NAMES = ("fused_rope_forward", "fused_rope_backward")
+
+
+def te_modules() -> list[str]:
+    roots = {"transformer_engine", "transformer_engine_torch"}
+    return [name for name in sys.modules if name.partition(".")[0] in roots]
+
+
+def forget_te() -> None:
+    for name in te_modules():
+        del sys.modules[name]
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Put a stub TransformerEngine on the path; each test starts and ends without one imported."""
+    saved = {name: sys.modules[name] for name in te_modules()}
+    forget_te()
+    monkeypatch.setattr(_native, "WITH_CUDA", True)
+    monkeypatch.setattr(_native, "cuda_versions", lambda: (0, 13000))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield lambda **options: write_stub(tmp_path, **options) and importlib.invalidate_caches()
+    overlay.disable()
+    patching._installation = None
+    forget_te()
+    sys.modules.update(saved)
+
+
+@pytest.fixture
+def te(stub: Callable[..., None]) -> ModuleType:
+    stub()
+    return importlib.import_module("transformer_engine.pytorch")
+
+
+def thd_arguments() -> tuple[Any, ...]:
+    tex = sys.modules["transformer_engine_torch"]
+    return (
+        randn(8, 2, 8),
+        random_table(16, 8),
+        None,
+        tex.NVTE_QKV_Format.NVTE_THD,
+        False,
+        boundaries([0, 3, 8]),
+        1,
+        0,
+    )
+
+
+def expected(transpose: bool = False) -> torch.Tensor:
+    t, freqs, starts, _, interleaved, cu, cp_size, cp_rank = thd_arguments()
+    return rotate_thd(t, freqs, cu, starts, interleaved, cp_size, cp_rank, transpose)
+
+
+class TestEnable:
+    def test_before_te_is_imported(self, stub: Callable[..., None]) -> None:
+        stub()
+        assert "transformer_engine" not in sys.modules
+        assert overlay.enable(strict=True)
+        from transformer_engine.pytorch import rope  # type: ignore[import-not-found]
+
+        assert same_bits(rope.forward(*thd_arguments()), expected())
+
+    def test_after_te_and_its_callers_were_imported(self, te: ModuleType) -> None:
+        imported_before = te.forward
+        assert overlay.enable(strict=True)
+        assert same_bits(imported_before(*thd_arguments()), expected())
+        assert same_bits(te.rope.backward(*thd_arguments()), expected(transpose=True))
+
+    def test_rebinds_the_aliases(self, te: ModuleType) -> None:
+        overlay.enable(strict=True)
+        tex = sys.modules["transformer_engine_torch"]
+        for name in NAMES:
+            assert getattr(te.cpp_extensions, name) is getattr(tex, name)
+        assert same_bits(te.cpp_extensions.fused_rope_forward(*thd_arguments()), expected())
+
+    def test_without_it_the_stub_raises(self, te: ModuleType) -> None:
+        with pytest.raises(sys.modules["transformer_engine_torch"].OriginalCalled):
+            te.forward(*thd_arguments())
+
+    def test_twice_is_once(self, te: ModuleType) -> None:
+        tex = sys.modules["transformer_engine_torch"]
+        originals = {name: getattr(tex, name) for name in NAMES}
+        overlay.enable(strict=True)
+        once = {name: getattr(tex, name) for name in NAMES}
+        overlay.enable(strict=True)
+        assert {name: getattr(tex, name) for name in NAMES} == once
+        overlay.disable()
+        assert all(getattr(tex, name) is originals[name] for name in NAMES)
+
+    def test_disable_restores_the_identical_objects(self, te: ModuleType) -> None:
+        tex = sys.modules["transformer_engine_torch"]
+        sites = [(module, name) for module in (tex, te.cpp_extensions) for name in NAMES]
+        before = [getattr(module, name) for module, name in sites]
+        for _ in range(2):
+            overlay.enable(strict=True)
+            now = [getattr(module, name) for module, name in sites]
+            assert all(a is not b for a, b in zip(now, before, strict=True))
+            overlay.disable()
+            now = [getattr(module, name) for module, name in sites]
+            assert all(a is b for a, b in zip(now, before, strict=True))
+        overlay.disable()  # once more does nothing
+
+    def test_alias_made_while_enabled_is_restored(self, te: ModuleType) -> None:
+        overlay.enable(strict=True)
+        importlib.reload(te.cpp_extensions)
+        overlay.disable()
+        tex = sys.modules["transformer_engine_torch"]
+        assert te.cpp_extensions.fused_rope_forward is tex.fused_rope_forward
+
+    def test_names_and_documentation_stay(self, te: ModuleType) -> None:
+        tex = sys.modules["transformer_engine_torch"]
+        doc = tex.fused_rope_forward.__doc__
+        overlay.enable(strict=True)
+        assert tex.fused_rope_forward.__name__ == "fused_rope_forward"
+        assert tex.fused_rope_forward.__doc__ == doc
+
+    def test_says_what_it_did_in_a_line(
+        self, te: ModuleType, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.INFO, "transformer_engine_overlay"):
+            overlay.enable(strict=True)
+            overlay.enable(strict=True)
+        (line,) = [record.getMessage() for record in caplog.records]
+        for part in (
+            "transformer_engine_torch.fused_rope_forward",
+            "transformer_engine.pytorch.cpp_extensions.fused_rope_backward",
+            "TransformerEngine 2.18.0",
+            "unset: automatic",
+        ):
+            assert part in line
+
+    def test_from_many_threads(self, te: ModuleType) -> None:
+        tex = sys.modules["transformer_engine_torch"]
+        originals = {name: getattr(tex, name) for name in NAMES}
+        wrong: list[BaseException] = []
+        stop = threading.Event()
+
+        def toggle() -> None:
+            while not stop.is_set():
+                overlay.enable(strict=True)
+                overlay.disable()
+
+        def call() -> None:
+            # Routed or not, each call ends in one of the two ways.
+            for _ in range(300):
+                try:
+                    assert same_bits(te.forward(*thd_arguments()), expected())
+                except tex.OriginalCalled:
+                    pass
+                except BaseException as error:
+                    wrong.append(error)
+
+        togglers = [threading.Thread(target=toggle) for _ in range(2)]
+        callers = [threading.Thread(target=call) for _ in range(3)]
+        for thread in togglers + callers:
+            thread.start()
+        for thread in callers:
+            thread.join()
+        stop.set()
+        for thread in togglers:
+            thread.join()
+        assert not wrong
+        overlay.disable()
+        assert all(getattr(tex, name) is originals[name] for name in NAMES)
+
+
+class TestPatched:
+    def test_restores_on_leaving(self, te: ModuleType) -> None:
+        tex = sys.modules["transformer_engine_torch"]
+        original = tex.fused_rope_forward
+        with overlay.patched() as enabled:
+            assert enabled
+            assert overlay.status().enabled
+        assert tex.fused_rope_forward is original
+
+    def test_restores_after_an_error(self, te: ModuleType) -> None:
+        with pytest.raises(KeyError), overlay.patched():
+            raise KeyError
+        assert not overlay.status().enabled
+
+    def test_leaves_an_enabled_overlay_enabled(self, te: ModuleType) -> None:
+        overlay.enable(strict=True)
+        with overlay.patched(), overlay.patched():
+            pass
+        assert overlay.status().enabled
+
+    def test_is_strict_unless_told_otherwise(self, stub: Callable[..., None]) -> None:
+        stub(version="2.9.0")
+        with pytest.raises(overlay.OverlayError), overlay.patched():
+            pass
+        with overlay.patched(strict=False) as enabled:
+            assert not enabled
+
+
+class TestForeignPatch:
+    def test_beneath_is_refused_and_left_alone(self, te: ModuleType) -> None:
+        tex = sys.modules["transformer_engine_torch"]
+
+        def foreign(*args: Any) -> str:
+            return "foreign"
+
+        tex.fused_rope_forward = foreign
+        with pytest.raises(overlay.OverlayError, match=r"foreign, not TransformerEngine's own"):
+            overlay.enable(strict=True)
+        assert tex.fused_rope_forward is foreign
+        assert "another patch" in overlay.status().problem
+
+    def test_on_top_is_neither_clobbered_nor_lost(
+        self, te: ModuleType, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tex = sys.modules["transformer_engine_torch"]
+        originals = {name: getattr(tex, name) for name in NAMES}
+        overlay.enable(strict=True)
+        ours = tex.fused_rope_forward
+        seen = []
+
+        def foreign(*args: Any) -> Any:
+            seen.append(args)
+            return ours(*args)
+
+        tex.fused_rope_forward = foreign
+        assert overlay.enable(strict=True)
+        assert tex.fused_rope_forward is foreign
+        assert "on top of the overlay; it was left alone" in caplog.text
+        assert "patched by others" in overlay.status().problem
+        assert same_bits(te.forward(*thd_arguments()), expected())
+
+        overlay.disable()
+        assert tex.fused_rope_forward is foreign
+        assert tex.fused_rope_backward is originals["fused_rope_backward"]
+        with pytest.raises(tex.OriginalCalled):  # through the foreign function and through ours
+            te.forward(*thd_arguments())
+        assert len(seen) == 2
+
+        assert overlay.enable(strict=True)
+        assert tex.fused_rope_forward is foreign
+        assert same_bits(te.forward(*thd_arguments()), expected())
+        assert same_bits(te.rope.backward(*thd_arguments()), expected(transpose=True))
+
+        overlay.disable()
+        tex.fused_rope_forward = ours  # the foreign patch is taken out
+        overlay.disable()
+        assert all(getattr(tex, name) is originals[name] for name in NAMES)
+
+
+class TestGate:
+    @pytest.mark.parametrize("version", ["2.10.0", "2.12.1", "2.18.0+cu13.abc", "2.20.2"])
+    @pytest.mark.parametrize("signature", [FORWARD, FORWARD_NEW])
+    def test_listed_versions_are_enabled_without_a_word(
+        self,
+        stub: Callable[..., None],
+        version: str,
+        signature: str,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        stub(version=version, forward=signature, backward=signature)
+        assert overlay.enable(strict=True)
+        assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+        assert overlay.status().te_version == version
+
+    @pytest.mark.parametrize("version", ["2.21.0", "3.0.0.dev1"])
+    def test_newer_versions_are_enabled_with_one_warning(
+        self, stub: Callable[..., None], version: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        stub(version=version)
+        assert overlay.enable(strict=True)
+        (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert f"TransformerEngine {version} is not among the listed releases" in warning
+
+    @pytest.mark.parametrize("version", ["1.13.0", "2.0.0", "2.2.0", "2.9.1"])
+    def test_older_versions_are_refused(
+        self, stub: Callable[..., None], version: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        stub(version=version)
+        assert not overlay.enable()
+        assert f"TransformerEngine {version} is older than 2.10" in caplog.text
+        assert not overlay.status().enabled
+        te = sys.modules["transformer_engine.pytorch"]
+        with pytest.raises(sys.modules["transformer_engine_torch"].OriginalCalled):
+            te.forward(*thd_arguments())
+        with pytest.raises(overlay.OverlayError, match="is older than"):
+            overlay.enable(strict=True)
+
+    def test_unknown_signature_is_refused(self, stub: Callable[..., None]) -> None:
+        stub(version="2.18.0", backward=BACKWARD_OLD)
+        message = r"fused_rope_backward of TransformerEngine 2.18.0 takes \(tensor, tensor, format"
+        with pytest.raises(overlay.OverlayError, match=message):
+            overlay.enable(strict=True)
+        tex = sys.modules["transformer_engine_torch"]
+        with pytest.raises(tex.OriginalCalled):  # forward fits, and was not rebound all the same
+            tex.fused_rope_forward(*thd_arguments())
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_missing_function_is_refused(self, te: ModuleType, name: str) -> None:
+        delattr(sys.modules["transformer_engine_torch"], name)
+        with pytest.raises(
+            overlay.OverlayError, match=f"there is no transformer_engine_torch.{name}"
+        ):
+            overlay.enable(strict=True)
+
+    def test_missing_format_is_refused(self, te: ModuleType) -> None:
+        del sys.modules["transformer_engine_torch"].NVTE_QKV_Format
+        with pytest.raises(overlay.OverlayError, match="NVTE_QKV_Format"):
+            overlay.enable(strict=True)
+
+    def test_without_te(self, stub: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+        assert not overlay.enable()
+        assert "cannot be imported" in caplog.text
+        with pytest.raises(
+            overlay.OverlayError, match=r"pip install .*transformer-engine\[pytorch\]"
+        ):
+            overlay.enable(strict=True)
+        del sys.modules["transformer_engine"]
+
+    def test_broken_te_is_named(self, stub: Callable[..., None], tmp_path: Path) -> None:
+        stub()
+        file = tmp_path / "transformer_engine" / "pytorch" / "__init__.py"
+        file.write_text("raise OSError('undefined symbol: nvte_something')\n")
+        with pytest.raises(overlay.OverlayError, match="OSError: undefined symbol: nvte_something"):
+            overlay.enable(strict=True)
+
+    def test_build_without_cuda_is_refused(
+        self, te: ModuleType, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_native, "WITH_CUDA", False)
+        with pytest.raises(overlay.OverlayError, match="built without CUDA"):
+            overlay.enable(strict=True)
+
+    def test_old_driver_is_refused(self, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_native, "cuda_versions", lambda: (12080, 13000))
+        with pytest.raises(overlay.OverlayError, match=r"driver supports CUDA up to 12.8"):
+            overlay.enable(strict=True)
+
+    @pytest.mark.parametrize(
+        ("doc", "kinds"),
+        [
+            ("f" + FORWARD, gate.SIGNATURE),
+            ("f" + FORWARD_NEW, gate.SIGNATURE),
+            ("f" + BACKWARD_OLD, gate.SIGNATURE[:2] + gate.SIGNATURE[3:]),
+            ("f(x: list[int], y: dict[str, int]) -> None", ("list[int]", "int")),
+            ("f() -> None", ()),
+            ("Just words.", None),
+            ("", None),
+            (None, None),
+        ],
+    )
+    def test_signature_kinds(self, doc: str | None, kinds: tuple[str, ...] | None) -> None:
+        def function() -> None: ...
+
+        function.__doc__ = doc
+        assert gate.signature_kinds(function) == kinds
+
+
+class TestStatus:
+    def test_without_te_imports_nothing(self, stub: Callable[..., None]) -> None:
+        status = overlay.status()
+        assert not status.enabled
+        assert status.sites == {}
+        assert "transformer_engine" not in sys.modules
+
+    def test_lists_sites_and_counts(self, te: ModuleType) -> None:
+        overlay.enable(strict=True)
+        before = overlay.status()
+        te.forward(*thd_arguments())
+        after = overlay.status()
+        assert after.enabled
+        assert set(after.sites.values()) == {"routed"}
+        assert len(after.sites) == 4
+        assert sum(after.routed.values()) == sum(before.routed.values()) + 1
+        assert after.problem == ""
+
+    def test_original_is_the_saved_object(self, te: ModuleType) -> None:
+        tex = sys.modules["transformer_engine_torch"]
+        forward = tex.fused_rope_forward
+        with pytest.raises(overlay.OverlayError, match="enable the overlay first"):
+            patching.original("fused_rope_forward")
+        overlay.enable(strict=True)
+        assert patching.original("fused_rope_forward") is forward

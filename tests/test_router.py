@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calls are routed, which go on to the original untouched, and whose error is raised."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from packed import DTYPES, boundaries, randn, random_table
+
+from transformer_engine_overlay import _native, path_counts, router
+from transformer_engine_overlay.thd import rotate_thd
+from transformer_engine_overlay.verify import same_bits
+
+PATH_VARIABLE = "NVTE_FUSED_ROPE_THD_TOKEN_LINEAR"
+
+
+class Format(enum.IntEnum):
+    SBHD = 0
+    THD = 2
+
+
+class OriginalCalledError(Exception):
+    pass
+
+
+def original(*args: Any, **kwargs: Any) -> Any:
+    raise OriginalCalledError(args, kwargs)
+
+
+@pytest.fixture
+def state() -> router.RouterState:
+    return router.RouterState()
+
+
+@pytest.fixture
+def routed(state: router.RouterState) -> Callable[..., torch.Tensor]:
+    return router.make_routed(original, False, Format.THD, state)
+
+
+def arguments(**changes: Any) -> tuple[Any, ...]:
+    values = {
+        "t": randn(8, 2, 8),
+        "freqs": random_table(16, 8),
+        "start_positions": boundaries([1, 2]),
+        "qkv_format": Format.THD,
+        "interleaved": False,
+        "cu_seqlens": boundaries([0, 3, 8]),
+        "cp_size": 1,
+        "cp_rank": 0,
+    }
+    return tuple({**values, **changes}.values())
+
+
+def passed_to(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether the call reached the original with the identical arguments; the counter agrees."""
+    before = _native.passed_through(), path_counts()
+    try:
+        function(*args, **kwargs)
+    except OriginalCalledError as error:
+        raised = error
+    else:
+        return False
+    assert raised.__context__ is None  # the original's error stands alone
+    seen, named = raised.args
+    assert all(a is b for a, b in zip(seen, args, strict=True))
+    assert named == kwargs
+    assert (_native.passed_through(), path_counts()) == (before[0] + 1, before[1])
+    return True
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("value", [None, "1"])
+def test_thd_is_routed(
+    transpose: bool,
+    value: str | None,
+    state: router.RouterState,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if value:
+        monkeypatch.setenv(PATH_VARIABLE, value)
+    function = router.make_routed(original, transpose, Format.THD, state)
+    args = arguments()
+    t, freqs, starts, _, interleaved, cu, cp_size, cp_rank = args
+    before = path_counts()["token_linear"]["routed"]
+    y = function(*args)
+    assert path_counts()["token_linear"]["routed"] == before + 1
+    assert same_bits(y, rotate_thd(t, freqs, cu, starts, interleaved, cp_size, cp_rank, transpose))
+
+
+def test_zero_means_the_dispatch_of_te(
+    routed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PATH_VARIABLE, "0")
+    assert passed_to(routed, *arguments())
+
+
+def test_a_bad_variable_is_an_error_for_thd_alone(
+    routed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PATH_VARIABLE, "on")
+    with pytest.raises(ValueError, match=f"{PATH_VARIABLE} is 'on'"):
+        routed(*arguments())
+    assert passed_to(routed, *arguments(qkv_format=Format.SBHD))
+
+
+def test_other_layouts_pass(routed: Callable[..., Any]) -> None:
+    assert passed_to(routed, *arguments(qkv_format=Format.SBHD, t=randn(8, 1, 2, 8)))
+
+
+def test_switched_off_passes(routed: Callable[..., Any], state: router.RouterState) -> None:
+    state.active = False
+    assert passed_to(routed, *arguments())
+
+
+@pytest.mark.parametrize("call", [(), (1, 2), tuple(range(9))])
+def test_wrong_number_of_arguments_passes(routed: Callable[..., Any], call: tuple[int]) -> None:
+    assert passed_to(routed, *call)
+
+
+def test_keywords_pass(routed: Callable[..., Any]) -> None:
+    assert passed_to(routed, *arguments()[:7], cp_rank=0)
+
+
+LEFT_TO_STOCK = {
+    "float64": {"t": randn(8, 2, 8, dtype=torch.float64)},
+    "float8": {"t": randn(8, 2, 8).to(torch.float8_e4m3fn)},
+    "4-D input": {"t": randn(8, 1, 2, 8)},
+    "no tensor": {"t": None},
+    "2-D table": {"freqs": random_table(16, 8)[:, 0, 0]},
+    "table of samples": {"freqs": random_table(16, 8).expand(-1, 2, -1, -1)},
+    "table of heads": {"freqs": random_table(16, 8).expand(-1, -1, 2, -1)},
+    "bfloat16 table": {"freqs": random_table(16, 8).bfloat16()},
+    "wide table": {"freqs": random_table(16, 10)},
+    "no boundaries": {"cu_seqlens": None},
+    "2-D boundaries": {"cu_seqlens": boundaries([0, 3, 8])[None]},
+    "0-D start": {"start_positions": boundaries([1])[0]},
+    "start as a list": {"start_positions": [1, 2]},
+    "cp_size as a float": {"cp_size": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_STOCK)
+def test_what_te_refuses_or_alone_covers_passes(routed: Callable[..., Any], name: str) -> None:
+    assert passed_to(routed, *arguments(**LEFT_TO_STOCK[name]))
+
+
+OURS = {
+    "int64 boundaries": (
+        {"cu_seqlens": torch.tensor([0, 3, 8])},
+        TypeError,
+        "cu_seqlens has dtype",
+    ),
+    "int64 starts": ({"start_positions": torch.tensor([1, 2])}, TypeError, "start_positions has"),
+    "short starts": ({"start_positions": boundaries([1])}, ValueError, "start_positions has shape"),
+    "no entry in boundaries": ({"cu_seqlens": boundaries([])}, ValueError, "cu_seqlens has shape"),
+    "odd d2": ({"freqs": random_table(16, 8)[..., :5]}, ValueError, "freqs has d2 = 5"),
+    "rank out of range": ({"cp_rank": 1}, ValueError, "cp_rank is 1"),
+    "no ranks": ({"cp_size": 0}, ValueError, "cp_size is 0"),
+    "table elsewhere": ({"freqs": random_table(16, 8).to("meta")}, ValueError, "freqs is on meta"),
+    "boundaries elsewhere": (
+        {"cu_seqlens": boundaries([0, 3, 8]).to("meta")},
+        ValueError,
+        "cu_seqlens is on meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_where_te_would_read_wild_our_error_is_raised(
+    routed: Callable[..., Any], name: str
+) -> None:
+    changes, error, message = OURS[name]
+    with pytest.raises(error, match=message):
+        routed(*arguments(**changes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_table_is_routed(routed: Callable[..., Any], dtype: torch.dtype) -> None:
+    freqs = random_table(16, 16)[..., ::2]
+    t = randn(8, 2, 8, dtype=dtype)
+    y = routed(*arguments(t=t, freqs=freqs))
+    assert same_bits(y, routed(*arguments(t=t, freqs=freqs.contiguous())))
+
+
+def test_unsupported_gpu_falls_back_with_one_warning(
+    routed: Callable[..., Any], state: router.RouterState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise _native.UnsupportedDeviceError("cuda:0 has compute capability 7.0")
+
+    monkeypatch.setattr(router, "launch", refuse)
+    with pytest.warns(RuntimeWarning, match="stays with TransformerEngine's own kernels: cuda:0"):
+        assert passed_to(routed, *arguments())
+    assert state.unsupported == "cuda:0 has compute capability 7.0"
+    monkeypatch.undo()
+    assert passed_to(routed, *arguments())  # and no further warning, which would be an error
+
+
+def test_other_errors_are_not_swallowed(
+    routed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("launching THD RoPE: cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(router, "launch", fail)
+    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
+        routed(*arguments())
