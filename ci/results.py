@@ -1,18 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Keep measured results as CSV, and README's tables as these files have them.
+"""Keep README's tables as ci/results/*.csv have them: `python ci/results.py [--check]`.
 
-    python ci/results.py record REPORT.json ci/results/NAME.csv   # from a JSON report
-    python ci/results.py readme [--check]                         # write, or check, the tables
-
-A CSV begins with a comment line for each fact about the machine and for the command.
+A table stands between the lines `<!-- table: ci/results/NAME.csv -->` and `<!-- end of table -->`.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 import re
 import sys
 from pathlib import Path
@@ -22,27 +18,6 @@ README = ROOT / "README.md"
 MARKED = re.compile(
     r"(?P<open><!-- table: (?P<csv>\S+) -->\n).*?(?P<close><!-- end of table -->)", re.DOTALL
 )
-
-
-def flatten(row: dict[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{key}_"))
-        else:
-            flat[prefix + key] = round(value, 6) if isinstance(value, float) else value
-    return flat
-
-
-def record(report: Path, target: Path) -> None:
-    content = json.loads(report.read_text(encoding="utf-8"))
-    rows = [flatten(row) for row in content["rows"]]
-    facts = {"command": content["command"], **content["environment"]}
-    with target.open("w", encoding="utf-8", newline="") as file:
-        file.writelines(f"# {name}: {text}\n" for name, text in facts.items())
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def markdown_table(path: Path) -> str:
@@ -61,35 +36,21 @@ def readable(text: str) -> str:
 
 
 def with_tables(text: str) -> str:
-    return MARKED.sub(
-        lambda m: m["open"] + markdown_table(ROOT / m["csv"]) + m["close"],
-        text,
-    )
-
-
-def readme(check: bool) -> int:
-    old = README.read_text(encoding="utf-8")
-    new = with_tables(old)
-    if check:
-        if old != new:
-            print("README.md differs from ci/results: run `python ci/results.py readme`")
-        return int(old != new)
-    README.write_text(new, encoding="utf-8")
-    return 0
+    return MARKED.sub(lambda m: m["open"] + markdown_table(ROOT / m["csv"]) + m["close"], text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    record_parser = commands.add_parser("record")
-    record_parser.add_argument("report", type=Path)
-    record_parser.add_argument("target", type=Path)
-    commands.add_parser("readme").add_argument("--check", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.command == "record":
-        record(arguments.report, arguments.target)
-        return 0
-    return readme(arguments.check)
+    parser.add_argument("--check", action="store_true", help="change nothing, only compare")
+    check = parser.parse_args().check
+    old = README.read_text(encoding="utf-8")
+    new = with_tables(old)
+    if not check:
+        README.write_text(new, encoding="utf-8")
+    elif old != new:
+        print("README.md differs from ci/results: run `python ci/results.py`")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

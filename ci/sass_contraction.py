@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -28,7 +27,6 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 ORDERS = {
@@ -58,15 +56,12 @@ SHARED_OFFSET = re.compile(r"(-?0x[0-9a-f]+)\]")
 
 COMPARISON = re.compile(r"[A-Z]*SETP2?|U?PLOP3")  # writes predicates only
 NO_RESULT = re.compile(
-    r"(ST[GSL]?|BRA|EXIT|RET|CALL|BAR|BSSY|BSYNC|BREAK|NOP|WARPSYNC|MEMBAR|RED|YIELD|R2P|BMOV|BPT)"
-    r"(\.|$)"
+    r"(ST[GSL]?|BRA|EXIT|RET|CALL|B(AR|SSY|SYNC|REAK|MOV)|NOP|WARPSYNC|MEMBAR|RED|R2P)(\.|$)"
 )
 LOAD = re.compile(r"(LDG|LDS|LDL|LD|LDC|ULDC|LDCU)(\.|$)")
 TWO_WORDS = re.compile(r"D[A-Z]+|CS2R$|(U?MOV|U?IADD3?)\.64|U?IMAD\.WIDE|[IF]2F\.F64|F2I\.[SU]64")
 # Operations that change the format of a value and not what it stems from.
-TRANSPARENT = re.compile(
-    r"(IMAD\.MOV|IMAD\.U32|IMAD\.SHL|U?MOV|PRMT|F?SEL|F2F|F2FP|HADD2|SHF|LOP3|R2UR)(\.|$)"
-)
+TRANSPARENT = re.compile(r"(IMAD\.(MOV|U32|SHL)|U?MOV|PRMT|F?SEL|F2FP?|HADD2|SHF|LOP3|R2UR)(\.|$)")
 
 Row = dict[str, str | int]
 Fact = tuple[str, bool]  # a predicate and its value
@@ -74,34 +69,27 @@ Register = tuple[str, int]  # "R" or "UR", and the number
 Leaf = tuple[int, int]  # an instruction and which word of its result
 
 
-@dataclass
 class Instruction:
     """One line of the listing."""
 
-    guard: Fact | None
-    opcode: str
-    operands: list[str]
-    result: Register | None = None
-    width: int = 1  # of the result, or of what is stored, in registers
-    sources: list[list[Register]] = field(default_factory=list)  # of each operand
-    predicates: set[str] = field(default_factory=set)  # those it writes
-
-    def __post_init__(self) -> None:
-        rest = list(self.operands)
-        if not NO_RESULT.match(self.opcode):
+    def __init__(self, guard: Fact | None, opcode: str, operands: list[str]) -> None:
+        self.guard, self.opcode, self.operands = guard, opcode, operands
+        self.result: Register | None = None
+        self.predicates: set[str] = set()  # those it writes
+        rest = list(operands)
+        if not NO_RESULT.match(opcode):
             # Predicates are written before the register (LOP3) or behind it (a carry).
             take_predicates(rest, self.predicates)
-            if not COMPARISON.match(self.opcode) and rest:
+            if not COMPARISON.match(opcode) and rest:
                 self.result = next(iter(registers(rest.pop(0))), None)
                 take_predicates(rest, self.predicates)
-        if LOAD.match(self.opcode) or self.name in ("STG", "ST"):
-            found = re.search(r"\.(64|128|256)(\.|$)", self.opcode)
-            self.width = int(found[1]) // 32 if found else 1
-        elif TWO_WORDS.match(self.opcode):
-            self.width = 2
         self.sources = [registers(operand) for operand in rest]
-        if ".64" in self.opcode and not LOAD.match(self.opcode):
+        if ".64" in opcode and not LOAD.match(opcode):
             self.sources += [[(kind, n + 1) for kind, n in some] for some in self.sources]
+        self.width = 2 if TWO_WORDS.match(opcode) else 1  # of what it writes, in registers
+        if LOAD.match(opcode) or self.name in ("STG", "ST"):
+            found = re.search(r"\.(64|128|256)(\.|$)", opcode)
+            self.width = int(found[1]) // 32 if found else 1
 
     @property
     def name(self) -> str:
@@ -109,10 +97,17 @@ class Instruction:
 
     def word_of(self, register: Register) -> int | None:
         """Which word of the result goes into a register."""
-        if self.result is None or self.result[0] != register[0]:
-            return None
-        word = register[1] - self.result[1]
-        return word if 0 <= word < self.width else None
+        kind, number = self.result or ("", 0)
+        word = register[1] - number
+        return word if kind == register[0] and 0 <= word < self.width else None
+
+    def origins(self, *, low_half: bool) -> list[Register]:
+        """The registers read; for the low half of PRMT's result, those that it takes bytes of."""
+        operands = self.sources
+        if low_half and self.name == "PRMT" and self.operands[2].startswith("0x"):
+            selector = int(self.operands[2], 16)
+            operands = [self.sources[2 if byte & 4 else 0] for byte in (selector, selector >> 4)]
+        return [name for names in operands for name in names]
 
     def is_zero(self, operand: int) -> bool:
         return self.operands[operand].lstrip("-") == "RZ"
@@ -149,52 +144,41 @@ class Kernel:
                 guard = (found[2], not found[1]) if found[2] else None
                 operands = re.split(r",\s*", found[4]) if found[4] else []
                 self.code.append(Instruction(guard, found[3], operands))
-        self.before: list[list[tuple[int, Fact | None]]] = [[] for _ in self.code]
+        # What may run right before each instruction. A call is stepped over.
+        self.before: list[list[int]] = [[] for _ in self.code]
         self._connect(labels)
 
     def _connect(self, labels: dict[str, int]) -> None:
-        """Find what may run before each instruction. A call is stepped over."""
         barriers: dict[str, list[int]] = {}
         for one in self.code:
             if one.name == "BSSY":
                 barriers.setdefault(one.operands[0], []).extend(one.targets(labels))
         for index, one in enumerate(self.code):
-            targets: list[int] = []
-            follows = one.name not in ("EXIT", "RET") or one.guard is not None
-            taken = missed = None
-            if one.name in ("BRA", "WARPSYNC"):
-                targets = one.targets(labels)
-                if one.opcode == "BRA" and len(one.operands) == 1:
-                    taken, follows = one.guard, one.guard is not None
-                    missed = opposite(one.guard) if one.guard else None
-            elif one.name == "BSYNC":
+            jumps = one.opcode == "BRA" and len(one.operands) == 1
+            follows = one.guard is not None or not (jumps or one.name in ("EXIT", "RET"))
+            targets = one.targets(labels) if one.name in ("BRA", "WARPSYNC") else []
+            if one.name == "BSYNC":
                 # Goes on where the matching BSSY says: behind itself, mostly.
                 targets = barriers.get(one.operands[0], [])
-                follows = index + 1 in targets
-                targets = [] if follows else targets
-            for target in targets:
-                self.before[target].append((index, taken))
-            if follows and index + 1 < len(self.code):
-                self.before[index + 1].append((index, missed))
+                targets = [index + 1] if index + 1 in targets else targets
+                follows = False
+            for target in targets + [index + 1] * follows:
+                if target < len(self.code):
+                    self.before[target].append(index)
 
     def definitions(self, index: int, register: Register) -> set[Leaf]:
         """Which instructions may have written what `index` reads, and which word of their result.
 
-        Predicates known from guards and branches rule out paths that cannot be taken.
+        What is known of predicates on the way back, from guards, rules out some of the writers.
         """
         stack = [(index, frozenset(filter(None, [self.code[index].guard])))]
         seen = set(stack)
         found: set[Leaf] = set()
         while stack:
             at, facts = stack.pop()
-            for previous, learned in self.before[at]:
-                known = set(facts)
-                if learned is not None:
-                    if opposite(learned) in known:
-                        continue
-                    known.add(learned)
+            for previous in self.before[at]:
                 one = self.code[previous]
-                known = {fact for fact in known if fact[0] not in one.predicates}
+                known = {fact for fact in facts if fact[0] not in one.predicates}
                 if one.name in ("R2P", "CALL"):
                     known.clear()
                 word = one.word_of(register)
@@ -218,7 +202,7 @@ class Kernel:
                 seen.add(leaf)
                 one = self.code[leaf[0]]
                 if not LOAD.match(one.opcode):
-                    stack += [(leaf[0], name) for names in one.sources for name in names]
+                    stack += [(leaf[0], name) for name in one.origins(low_half=False)]
         return seen
 
     def angle(self, leaf: Leaf) -> str:
@@ -232,15 +216,14 @@ class Kernel:
 
     def reads_d2(self, leaf: Leaf) -> bool:
         one = self.code[leaf[0]]
-        offsets = PARAMETER.findall(" ".join(one.operands))
-        word = leaf[1] if LOAD.match(one.opcode) else 0
-        return any(int(offset, 16) + 4 * word == self.d2 for offset in offsets)
+        place = self.d2 - 4 * leaf[1] * bool(LOAD.match(one.opcode))
+        return any(int(offset, 16) == place for offset in PARAMETER.findall(str(one.operands)))
 
     def roles(self, index: int, names: Sequence[Register]) -> set[str]:
         """What registers stem from: elements ("x"), cosines ("cos"), sines ("sin")."""
-        loads = [leaf for leaf in self.slice(index, names) if LOAD.match(self.code[leaf[0]].opcode)]
-        found = {self.angle(leaf) for leaf in loads if self.code[leaf[0]].name == "LDS"}
-        return found | {"x" for leaf in loads if self.code[leaf[0]].name in ("LDG", "LD")}
+        leaves = [(leaf, self.code[leaf[0]].name) for leaf in self.slice(index, names)]
+        found = {self.angle(leaf) for leaf, name in leaves if name == "LDS"}
+        return found | {"x" for _, name in leaves if name in ("LDG", "LD")}
 
     def arithmetic(self, index: int, names: Sequence[Register]) -> set[int]:
         """The floating-point operations that are converted to the registers `names` at `index`."""
@@ -248,12 +231,14 @@ class Kernel:
         seen: set[int] = set()
         found = set()
         while stack:
-            for at in {at for at, _ in self.definitions(*stack.pop())} - seen:
+            user, name = stack.pop()
+            low_half = ".U16" in self.code[user].opcode
+            for at in {at for at, _ in self.definitions(user, name)} - seen:
                 seen.add(at)
                 one = self.code[at]
                 negates = one.name == "FADD" and (one.is_zero(1) or one.is_zero(2))
                 if TRANSPARENT.match(one.opcode) or negates:
-                    stack += [(at, name) for names in one.sources for name in names]
+                    stack += [(at, name) for name in one.origins(low_half=low_half)]
                 elif one.name in ("FADD", "FFMA", "FMUL"):
                     found.add(at)
         return found
@@ -275,9 +260,8 @@ class Kernel:
     def order(self, index: int) -> str:
         one = self.code[index]
         if one.name == "FFMA":
-            both = (self.factors(index), self.product(index, one.sources[2]))
-            orders = {("cos", "sin"): "cosine_fused", ("sin", "cos"): "sine_fused"}
-            return orders.get(both, "unclear")
+            both = self.factors(index) + self.product(index, one.sources[2])
+            return {"cossin": "cosine_fused", "sincos": "sine_fused"}.get(both, "unclear")
         terms = {self.product(index, names) for names in one.sources[:2]}
         return "unfused" if one.name == "FADD" and terms == {"cos", "sin"} else "unclear"
 
@@ -289,8 +273,8 @@ class Kernel:
                 words = range(one.width)
                 stored = [(kind, n + i) for kind, n in one.sources[-1] for i in words]
                 results |= self.arithmetic(index, stored)
-        inputs = {i: [name for names in self.code[i].sources for name in names] for i in results}
-        return Counter(self.order(i) for i in results if self.roles(i, inputs[i]) - {"x"})
+        inputs = {index: self.code[index].origins(low_half=False) for index in results}
+        return Counter(self.order(i) for i, names in inputs.items() if self.roles(i, names) - {"x"})
 
     def sincos(self) -> str:
         if any(re.match(r"MUFU\.(SIN|COS)", one.opcode) for one in self.code):
@@ -301,24 +285,18 @@ class Kernel:
 
 def find_tool(name: str) -> str | None:
     """A tool of the CUDA toolkit, on PATH or in a wheel such as nvidia-cuda-nvdisasm."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    wheels = sorted(path for folder in folders for path in Path(folder).glob(f"*/bin/{name}"))
+    wheels = (path for root in sys.path for path in Path(root).glob(f"nvidia/*/bin/{name}"))
     return shutil.which(name) or next(map(str, wheels), None)
 
 
 def call(*command: str | Path, cwd: Path | None = None) -> str:
-    words = [str(part) for part in command]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{words[0]} exited {done.returncode}: {done.stderr.strip()[-500:]}")
-    return done.stdout
+    return subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def disassemble(cubin: Path, tools: Sequence[str]) -> str:
     """The listing from the first disassembler that knows the chip: newer ones drop old chips."""
     for tool in tools[:-1]:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(subprocess.CalledProcessError):
             return call(tool, "-c", cubin)
     return call(tools[-1], "-c", cubin)
 
@@ -326,11 +304,10 @@ def disassemble(cubin: Path, tools: Sequence[str]) -> str:
 def analyse_listing(listing: str, chip: str) -> Iterator[Row]:
     """One row for each kernel in what `nvdisasm -c` printed."""
     for section in re.split(r"^//-+ \.text\.", listing, flags=re.MULTILINE)[1:]:
-        found = KERNEL.search(section.split(maxsplit=1)[0])
-        if found is None:
+        if not (found := KERNEL.search(section.split(maxsplit=1)[0])):
             continue
-        pairs = found["kernel"].startswith("thd_")
-        kernel = Kernel(section, chip=int(re.sub(r"\D", "", chip)), pairs=pairs)
+        ours = found["kernel"].startswith("thd_")
+        kernel = Kernel(section, chip=int(re.sub(r"\D", "", chip)), pairs=ours)
         counts = kernel.orders()
         orders = [text for name, text in ORDERS.items() if counts[name]] or ["unclear"]
         yield {
@@ -351,7 +328,7 @@ def analyse(library: Path, cuobjdump: str, disassemblers: Sequence[str]) -> tupl
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("-xelf", "-xptx"):
             call(cuobjdump, kind, "all", library.resolve(), cwd=Path(folder))
-        for path in sorted(Path(folder).iterdir()):
+        for path in Path(folder).iterdir():
             if not KERNEL.search(path.read_bytes().decode("latin-1")):
                 continue
             chip = path.name.split(".")[-2]
@@ -367,8 +344,8 @@ def shared_object(library: str, folder: Path) -> Path:
     """The library's file; a requirement such as NAME==VERSION is downloaded, a wheel unpacked."""
     path = Path(library)
     if "==" in library:
-        options = ["--quiet", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
-        call(sys.executable, "-m", "pip", "download", *options, "--dest", folder, library)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        call(*pip, "--only-binary", ":all:", "--dest", folder, library)
         (path,) = folder.glob("*.whl")
     if path.suffix != ".whl":
         return path
@@ -403,12 +380,12 @@ def main() -> int:
     tools = arguments.nvdisasm or [find_tool("nvdisasm")]
     if None in (arguments.cuobjdump, *tools):
         parser.error("needs cuobjdump and nvdisasm: pip install nvidia-cuda-{cuobjdump,nvdisasm}")
-    label = arguments.label or arguments.library
     with tempfile.TemporaryDirectory() as folder:
         path = shared_object(arguments.library, Path(folder))
         rows, ptx = analyse(path, arguments.cuobjdump, tools)
-    rows = [{"library": label, **row} for row in rows]
+    label = arguments.label or arguments.library
     for row in rows:
+        row["library"] = label
         print(*(row[name] for name in COLUMNS), sep=",")
     if arguments.append:
         versions = [re.findall(r"V(\d[\d.]+)", call(tool, "--version"))[0] for tool in tools]

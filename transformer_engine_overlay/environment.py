@@ -12,23 +12,30 @@ from contextlib import contextmanager
 import torch
 
 import transformer_engine_overlay
-from transformer_engine_overlay import _native
+from transformer_engine_overlay import _native, gate
 
 PATH_VARIABLE = "NVTE_FUSED_ROPE_THD_TOKEN_LINEAR"
 
 
 @contextmanager
-def forced_path(value: str) -> Iterator[None]:
-    """Set ``NVTE_FUSED_ROPE_THD_TOKEN_LINEAR`` within the block, for the whole process."""
+def forced_path(value: str | None) -> Iterator[None]:
+    """Set ``NVTE_FUSED_ROPE_THD_TOKEN_LINEAR`` within the block, for the whole process.
+
+    None unsets it, which asks for the automatic choice.
+    """
     before = os.environ.get(PATH_VARIABLE)
-    os.environ[PATH_VARIABLE] = value
+    _set_path(value)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[PATH_VARIABLE]
-        else:
-            os.environ[PATH_VARIABLE] = before
+        _set_path(before)
+
+
+def _set_path(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(PATH_VARIABLE, None)
+    else:
+        os.environ[PATH_VARIABLE] = value
 
 
 def cuda_version_text(version: int) -> str:
@@ -59,6 +66,7 @@ def describe(device: torch.device) -> dict[str, str]:
         "transformer-engine-overlay": transformer_engine_overlay.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "TransformerEngine": gate.te_version() or "not installed",
         "CUDA runtime built in": cuda_version_text(runtime),
         "CUDA of the driver": cuda_version_text(driver),
         "compiled chips": _native.CUDA_ARCHS or "none",

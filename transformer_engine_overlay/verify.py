@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -41,11 +41,14 @@ class PathTally:
 
 @dataclass
 class Row:
-    """A line of the report: all cases of a dtype at a cp_size. A check is a case at a rank."""
+    """A line of the report: all cases of a dtype at a cp_size. A check is a case at a rank.
+
+    `paths` holds a tally for each thing that is compared.
+    """
 
     dtype: str
     cp_size: int
-    paths: dict[str, PathTally] = field(default_factory=lambda: {p: PathTally() for p in PATHS})
+    paths: dict[str, PathTally]
     passed: int = 0
     failed: int = 0
 
@@ -68,6 +71,22 @@ class Failure:
     case: Case
     cp_rank: int
     what: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a run compares.
+
+    Attributes
+    ----------
+    providers : tuple of str
+        Who computes; each has a tally in a row.
+    check_case : callable
+        Yields what does not hold of a case, and adds to the tallies of its row.
+    """
+
+    providers: tuple[str, ...]
+    check_case: Callable[[Batch, Row], Iterator[Failure]]
 
 
 @dataclass
@@ -124,6 +143,7 @@ def run(
     case_indices: Sequence[int],
     seed: int,
     tokens: int,
+    comparison: Comparison,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Run every case at every rank and compare.
@@ -138,6 +158,8 @@ def run(
         What the cases are drawn from.
     tokens : int
         Tokens of a global batch, about.
+    comparison : Comparison
+        What is compared.
     on_progress : callable
         Called with a word on what is next, once for each case.
 
@@ -149,20 +171,20 @@ def run(
     report = Report([], [])
     for dtype in dtypes:
         for cp_size in cp_sizes:
-            row = Row(dtype_name(dtype), cp_size)
+            row = Row(dtype_name(dtype), cp_size, {p: PathTally() for p in comparison.providers})
             report.rows.append(row)
             for index in case_indices:
                 on_progress(f"{row.dtype}, cp_size {cp_size}")
                 case = draw_case(seed, index, dtype, cp_size, tokens)
-                failures = list(_check_case(make_batch(case, device), row))
+                failures = list(comparison.check_case(make_batch(case, device), row))
                 report.failures += failures
                 row.failed += len({failure.cp_rank for failure in failures})
             row.passed = len(case_indices) * cp_size - row.failed
     return report
 
 
-def _check_case(batch: Batch, row: Row) -> Iterator[Failure]:
-    """Yield what does not hold: at each rank, and of all ranks put together."""
+def check_paths(batch: Batch, row: Row) -> Iterator[Failure]:
+    """Yield what does not hold of the two paths: at each rank, and of all ranks put together."""
     case = batch.case
     outputs: dict[str, list[torch.Tensor]] = {direction: [] for direction in DIRECTIONS}
     for cp_rank in range(case.cp_size):
@@ -184,16 +206,17 @@ def _check_case(batch: Batch, row: Row) -> Iterator[Failure]:
                 yield Failure(case, cp_rank, what)
 
 
+BOTH_PATHS = Comparison(tuple(PATHS), check_paths)
+
+
 def _run_path(batch: Batch, cp_rank: int, direction: str, path: str, row: Row) -> torch.Tensor:
     """Run one direction with the path forced, prove that the path ran, and add to the tally."""
     t, grad_output = batch.local(batch.t, cp_rank), batch.local(batch.grad_output, cp_rank)
     before = path_counts()
     with forced_path(PATHS[path]):
-        _synchronize(t.device)
-        begin = time.perf_counter()
-        result = _rotate(batch, t, grad_output, batch.case.cp_size, cp_rank, direction)
-        _synchronize(t.device)
-        seconds = time.perf_counter() - begin
+        result, seconds = timed(
+            lambda: _rotate(batch, t, grad_output, batch.case.cp_size, cp_rank, direction), t.device
+        )
     after = path_counts()
     calls = {p: after[p]["calls"] - before[p]["calls"] for p in PATHS}
     if calls != {p: int(p == path) for p in PATHS}:
@@ -263,6 +286,15 @@ def _outside_tolerance(actual: torch.Tensor, expected: torch.Tensor) -> str:
         f"{int(bad.sum())} elements outside of the tolerance, the worst at {list(index)}: "
         f"{actual[index].item():.9g} instead of {expected[index].item():.9g}"
     )
+
+
+def timed(function: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, float]:
+    """Return a function's result and the seconds it took, synchronised before and after."""
+    _synchronize(device)
+    begin = time.perf_counter()
+    result = function()
+    _synchronize(device)
+    return result, time.perf_counter() - begin
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: console, device choice, refusals, output files, option spreading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import typer
+import typer.core
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from transformer_engine_overlay import OverlayError, _native, enable
+
+console = Console()
+
+# A mismatch is 1; a command line or a machine that cannot run the job is 2.
+EXIT_MISMATCH = 1
+EXIT_USAGE = 2
+
+
+class DeviceChoice(str, Enum):
+    """Where to run."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class SpreadCommand(typer.core.TyperCommand):
+    """A command whose repeatable options take several values: ``--cp-size 1 2 4 8``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the name of such an option before each further value."""
+        repeatable = {
+            name
+            for parameter in self.params
+            if getattr(parameter, "multiple", False)
+            for name in parameter.opts
+        }
+        spread: list[str] = []
+        current = None
+        expects_value = False
+        for arg in args:
+            if arg.startswith("-"):
+                current = arg if arg in repeatable else None
+                expects_value = current is not None
+            elif current is not None and not expects_value:
+                spread.append(current)
+            else:
+                expects_value = False
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+def refuse(message: str) -> NoReturn:
+    """End the command with a message and exit status 2."""
+    Console(stderr=True).print(f"te-overlay: {message}", style="red", highlight=False)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def select_device(choice: DeviceChoice) -> torch.device:
+    """Turn the choice into a device that works, or end with the reason why there is none."""
+    usable = _native.WITH_CUDA and torch.cuda.is_available()
+    if choice is DeviceChoice.CPU or (choice is DeviceChoice.AUTO and not usable):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        refuse(f"a CUDA device is needed, but torch {torch.__version__} sees none")
+    if not _native.WITH_CUDA:
+        refuse("a CUDA device was asked for, but the package was built without CUDA; reinstall it")
+    complaint = _native.driver_complaint(*_native.cuda_versions())
+    if complaint:
+        refuse(complaint)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def enable_or_refuse() -> None:
+    """Enable the overlay, or end with the reason why it cannot be."""
+    try:
+        enable(strict=True)
+    except OverlayError as error:
+        refuse(str(error))
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """End the command, before it works for long, if a file could not be written."""
+    if path is not None and not path.parent.is_dir():
+        refuse(f"{option} {path}: there is no folder {path.parent}")
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Print names and values in two columns."""
+    for name, text in facts.items():
+        console.print(f"{name:>26}  {text}", highlight=False, soft_wrap=True)
+
+
+def new_progress() -> Progress:
+    """Return a progress bar with a count and the time."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
