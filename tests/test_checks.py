@@ -31,6 +31,10 @@ def call(arguments: dict[str, Any]) -> torch.Tensor:
     return apply_rotary_pos_emb_thd(*positional, **arguments)
 
 
+def nested(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([x[0], x[1]])
+
+
 BAD = [
     ("t", lambda x: None, TypeError, "t is of type NoneType; it must be a torch.Tensor"),
     ("t", lambda x: x.tolist(), TypeError, "t is of type list"),
@@ -45,7 +49,13 @@ BAD = [
     ("t", lambda x: x[0], ValueError, r"t has shape \[2, 8\]; it must be 3-D, \[t, h, d\]"),
     ("t", lambda x: x[None], ValueError, r"t has shape \[1, 8, 2, 8\]; it must be 3-D"),
     ("t", lambda x: x.to("meta"), ValueError, "t is on device meta; it must be on a CUDA device"),
-    ("t", lambda x: x.to_sparse(), TypeError, "t has layout torch.sparse_coo"),
+    ("t", lambda x: x.to_sparse(), TypeError, "t is torch.sparse_coo; it must be a dense"),
+    ("t", nested, TypeError, "t is nested; it must be a dense"),
+    ("freqs", lambda x: x.to_sparse(), TypeError, "freqs is torch.sparse_coo; it must be"),
+    ("cu_seqlens", lambda x: x.to_sparse(), TypeError, "cu_seqlens is torch.sparse_coo"),
+    ("start_positions", lambda x: x.to_sparse(), TypeError, "start_positions is torch.sparse"),
+    ("interleaved", lambda x: "no", TypeError, "interleaved is of type str; it must be a bool"),
+    ("interleaved", lambda x: 1, TypeError, "interleaved is of type int; it must be a bool"),
     ("freqs", lambda x: None, TypeError, "freqs is of type NoneType"),
     ("freqs", lambda x: x[:, 0, 0], ValueError, r"freqs has shape \[16, 8\]; it must be \[s, 1, 1"),
     ("freqs", lambda x: x.expand(-1, 2, -1, -1), ValueError, r"freqs has shape \[16, 2, 1, 8\]"),
@@ -138,11 +148,45 @@ class Wrapper(torch.Tensor):
         return torch.empty(args[0].shape)
 
 
-def test_tensor_without_memory_is_refused() -> None:
-    with pytest.raises((ValueError, RuntimeError), match=r"no memory|data pointer|storage"):
+def test_wrapper_without_memory_is_refused() -> None:
+    with pytest.raises((TypeError, RuntimeError), match=r"without memory|data pointer|storage"):
         rotate_thd(
             Wrapper((8, 2, 8)), random_table(16, 8), boundaries([0, 8]), None, False, 1, 0, False
         )
+
+
+@pytest.mark.parametrize("argument", ["t", "freqs", "cu_seqlens", "start_positions"])
+def test_tensor_whose_memory_was_taken_is_refused(device: torch.device, argument: str) -> None:
+    arguments = good(device)
+    arguments[argument].untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match=f"{argument} is a Tensor without memory of its own"):
+        call(arguments)
+    call(good(device))
+
+
+def test_fake_tensors_are_refused() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(), pytest.raises((TypeError, RuntimeError), match=r"FakeTensor|data_ptr"):
+        apply_rotary_pos_emb_thd(
+            torch.empty(8, 2, 8), torch.empty(16, 1, 1, 8), torch.empty(3, dtype=torch.int32)
+        )
+
+
+def test_lazily_negated_tensors_are_written_out(device: torch.device) -> None:
+    arguments = good(device)
+    expected = call(arguments)
+    negated = torch.complex(torch.zeros_like(arguments["t"]), -arguments["t"]).conj().imag
+    assert negated.is_neg()
+    assert torch.equal(call({**arguments, "t": negated}), expected)
+    table = torch._neg_view(-arguments["freqs"])
+    assert table.is_neg()
+    assert torch.equal(call({**arguments, "freqs": table}), expected)
+
+
+def test_zero_tensors_are_written_out(device: torch.device) -> None:
+    zero = torch._efficientzerotensor((8, 2, 8), device=device)
+    assert (call({**good(device), "t": zero}) == 0).all()
 
 
 def test_cu_seqlens_is_required() -> None:

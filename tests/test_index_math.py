@@ -26,7 +26,25 @@ def locate(
     cp_rank: int,
     num_tokens: int,
 ) -> tuple[list[int], list[int]]:
-    """Sequence and table row of each local token, from the header that the kernels use."""
+    """Sequence and table row of each local token, from the header that the kernels use.
+
+    The search of a warp and the binary one must agree where boundaries do not decrease.
+    """
+    arguments = (cu, starts, table_rows, cp_size, cp_rank, num_tokens)
+    narrow, wide = (_locate(*arguments, warp_wide) for warp_wide in (False, True))
+    assert narrow == wide or (cu.diff() < 0).any()
+    return wide
+
+
+def _locate(
+    cu: torch.Tensor,
+    starts: torch.Tensor | None,
+    table_rows: int,
+    cp_size: int,
+    cp_rank: int,
+    num_tokens: int,
+    warp_wide: bool,
+) -> tuple[list[int], list[int]]:
     sequences = torch.full((num_tokens,), -7, dtype=torch.int64)
     rows = torch.full((num_tokens,), -7, dtype=torch.int64)
     _native.locate_tokens(
@@ -37,6 +55,7 @@ def locate(
         cp_size,
         cp_rank,
         num_tokens,
+        warp_wide,
         sequences.data_ptr(),
         rows.data_ptr(),
     )
@@ -116,9 +135,11 @@ def test_any_boundaries_match_the_formula_of_te(
 def test_garbage_boundaries_stay_inside_of_the_table(
     cu: list[int], cp: tuple[int, int], starts: list[int]
 ) -> None:
-    sequences, rows = locate(boundaries(cu), boundaries(starts), 50, *cp, 64)
-    assert all(0 <= s < len(cu) - 1 for s in sequences)
-    assert all(-1 <= r < 50 for r in rows)
+    for warp_wide in (False, True):
+        arguments = (boundaries(cu), boundaries(starts), 50, *cp, 64)
+        sequences, rows = _locate(*arguments, warp_wide)
+        assert all(0 <= s < len(cu) - 1 for s in sequences)
+        assert all(-1 <= r < 50 for r in rows)
 
 
 @settings(max_examples=20)

@@ -7,26 +7,10 @@ package. The same tests pass on the true build, which is the rest of this suite.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-HEADERS = "transformer_engine_overlay/common/fused_rope"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    header: str
-    original: str
-    replacement: str
-    failing_tests: tuple[str, ...]
-
+from mutation import Mutation, check_caught
 
 MUTATIONS = {
     "swapped contraction": Mutation(
@@ -48,13 +32,20 @@ MUTATIONS = {
     ),
     "off-by-one owner": Mutation(
         "thd_token_map.h",
-        "local_boundary(batch, middle) <= token",
-        "local_boundary(batch, middle) < token",
+        "local_boundary(batch, end) > token",
+        "local_boundary(batch, end) >= token",
         (
             "test_index_math.py::test_owner_among_many_sequences",
             "test_behaviour.py::TestEmpty::test_sequences[cpu]",
             "test_verify.py::TestCommand::test_passes",
         ),
+    ),
+    "warp search that narrows to the wrong part": Mutation(
+        "thd_token_map.h",
+        "return {search.low + lane * step, end < search.high ? end : search.high};",
+        "return lane < 5 ? SequenceSearch{search.low + lane * step, end < search.high ? end : "
+        "search.high} : SequenceSearch{search.low + (lane - 1) * step, search.low + lane * step};",
+        ("test_index_math.py::test_owner_among_many_sequences",),
     ),
     "sine of the element itself in the transpose": Mutation(
         "thd_rotation.h",
@@ -76,44 +67,4 @@ MUTATIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_caught(name: str, tmp_path: Path) -> None:
-    mutation = MUTATIONS[name]
-    source = tmp_path / "source"
-    shutil.copytree(
-        ROOT,
-        source,
-        ignore=shutil.ignore_patterns(".*", "build", "results", "__pycache__", "*.so"),
-    )
-    header = source / HEADERS / mutation.header
-    text = header.read_text()
-    assert text.count(mutation.original) == 1
-    header.write_text(text.replace(mutation.original, mutation.replacement))
-
-    installed = tmp_path / "installed"
-    run(
-        *("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"),
-        *("--target", str(installed), str(source)),
-        check=True,
-        TE_OVERLAY_CUDA="0",
-    )
-    for test in mutation.failing_tests:
-        outcome = run(
-            *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"{ROOT}/tests/{test}"),
-            PYTHONPATH=str(installed),
-        )
-        assert outcome.returncode == 1, f"{test} passed on a build with: {name}\n{outcome.stdout}"
-        assert "1 failed" in outcome.stdout, outcome.stdout
-
-
-def run(
-    *arguments: str, check: bool = False, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run Python outside of the checkout, which would hide the installed package."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **environment},
-        cwd=ROOT.parent,
-        check=check,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    check_caught(MUTATIONS[name], tmp_path, TE_OVERLAY_CUDA="0")

@@ -159,7 +159,8 @@ def test_every_half_precision_value_survives_a_turn_by_zero(
     assert clean.sum() > 50_000
     assert torch.equal(y[clean].view(torch.int16), t[clean].view(torch.int16))
     assert (y[t == 0].nan_to_num() == 0).all()
-    assert y[t.isnan()].isnan().all()
+    # a NaN comes out as the one that the GPU writes, on the CPU too
+    assert (y[t.isnan()].view(torch.int16) == 0x7FFF).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

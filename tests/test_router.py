@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import enum
+import gc
+import sys
+import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -186,26 +190,39 @@ def test_strided_table_is_routed(routed: Callable[..., Any], dtype: torch.dtype)
     assert same_bits(y, routed(*arguments(t=t, freqs=freqs.contiguous())))
 
 
-def test_unsupported_gpu_falls_back_with_one_warning(
-    routed: Callable[..., Any], state: router.RouterState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any) -> Any:
-        raise _native.UnsupportedDeviceError("cuda:0 has compute capability 7.0")
-
-    monkeypatch.setattr(router, "launch", refuse)
+def test_unsupported_gpu_falls_back_with_one_warning(state: router.RouterState) -> None:
     with pytest.warns(RuntimeWarning, match="stays with TransformerEngine's own kernels: cuda:0"):
-        assert passed_to(routed, *arguments())
+        state.give_up("cuda:0 has compute capability 7.0")
     assert state.unsupported == "cuda:0 has compute capability 7.0"
-    monkeypatch.undo()
-    assert passed_to(routed, *arguments())  # and no further warning, which would be an error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert passed_to(router.make_routed(original, False, Format.THD, state), *arguments())
 
 
+@pytest.mark.parametrize("error", [RuntimeError("cudaErrorIllegalAddress"), KeyError("x")])
 def test_other_errors_are_not_swallowed(
-    routed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    routed: Callable[..., Any], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any) -> Any:
-        raise RuntimeError("launching THD RoPE: cudaErrorIllegalAddress")
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
 
-    monkeypatch.setattr(router, "launch", fail)
-    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
+    monkeypatch.setattr(torch, "empty_like", fail)
+    with pytest.raises(type(error)) as raised:
         routed(*arguments())
+    assert raised.value is error
+
+
+def test_no_reference_is_kept_or_lost(routed: Callable[..., Any]) -> None:
+    args = arguments()
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    before = [sys.getrefcount(a) for a in tensors]
+    for _ in range(100):
+        routed(*args)
+        passed_to(routed, *args[:7])
+    gc.collect()  # the errors of the original, and the frames that they hold
+    assert [sys.getrefcount(a) for a in tensors] == before
+
+
+def test_it_is_a_builtin_as_the_original_is(routed: Callable[..., Any]) -> None:
+    assert isinstance(routed, types.BuiltinFunctionType)
+    assert routed.__name__ == original.__name__

@@ -161,6 +161,28 @@ class TestCommand:
         monkeypatch.undo()
         assert invoke(*shlex.split(command))[0] == 0
 
+    def test_the_path_variable_of_the_shell_changes_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        arguments = ("verify", "--device=cpu", "--quick", "--cp-size=2", "--dtype=float16")
+        for value in ("0", "yes", ""):
+            monkeypatch.setenv("NVTE_FUSED_ROPE_THD_TOKEN_LINEAR", value)
+            code, output = invoke(*arguments)
+            assert code == 0, output
+            assert os.environ["NVTE_FUSED_ROPE_THD_TOKEN_LINEAR"] == value
+
+    def test_csv(self, tmp_path: Path) -> None:
+        file = tmp_path / "table.csv"
+        arguments = ("verify", "--device=cpu", "--quick", "--cp-size=2", "--dtype=float16")
+        assert invoke(*arguments, "--csv", str(file))[0] == 0
+        lines = file.read_text().splitlines()
+        facts = [line for line in lines if line.startswith("# ")]
+        assert any(line.startswith("# command: te-overlay") for line in facts)
+        assert f"# torch: {torch.__version__}" in facts
+        header, row = lines[len(facts) :]
+        assert header.startswith("dtype,cp_size,legacy_grid_blocks,legacy_grid_seconds,token_lin")
+        assert row.startswith("float16,2,")
+
     def test_without_a_gpu_cuda_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         code, output = invoke("verify", "--device", "cuda")
@@ -181,7 +203,9 @@ class TestCommand:
             (["--cp-size", "0"], "--cp-size"),
             (["--case=-1"], "--case"),
             (["--seed", "2147483648"], "--seed"),
-            (["--json", "no/such/folder/file"], "there is no folder no/such/folder"),
+            (["--cp-size", "2147483647"], "--cp-size"),
+            (["--json", "no/such/folder/file"], "--json no/such/folder/file: the file cannot be"),
+            (["--csv", "/"], "--csv /: the file cannot be written: Is a directory"),
             (["--dtype", "int8"], "int8"),
             (["--device", "tpu"], "tpu"),
             (["--nonsense"], "nonsense"),

@@ -1,41 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of the compiled module; `native/binding.cpp` says what each function does."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 LEGACY_GRID: int
 TOKEN_LINEAR: int
 AUTOMATIC: int
-FLOAT32: int
-FLOAT16: int
-BFLOAT16: int
 WITH_CUDA: bool
 CUDA_ARCHS: str
 
-def thd_rope(
-    source: int,
-    output: int,
-    freqs: int,
-    cu_seqlens: int,
-    start_positions: int,
-    num_tokens: int,
-    num_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    stride_t: int,
-    stride_h: int,
-    stride_d: int,
-    num_sequences: int,
-    table_rows: int,
-    cp_size: int,
-    cp_rank: int,
-    dtype: int,
-    interleaved: bool,
+class RouterSwitch:
+    active: bool
+
+def rotate(
+    t: object,
+    freqs: object,
+    start_positions: object,
+    interleaved: object,
+    cu_seqlens: object,
+    cp_size: object,
+    cp_rank: object,
     transpose: bool,
-    device: int,
-    stream: int,
-    num_threads: int,
     routed: bool,
+    prepared: bool,
     /,
-) -> int: ...
+) -> torch.Tensor | None: ...
+def make_routed(
+    original: Callable[..., Any],
+    prepare: Callable[..., Any],
+    give_up: Callable[[str], None],
+    thd_format: object,
+    router_switch: RouterSwitch,
+    transpose: bool,
+    /,
+) -> Callable[..., Any]: ...
 
 class UnsupportedDeviceError(RuntimeError): ...
 
@@ -54,6 +55,7 @@ def locate_tokens(
     cp_size: int,
     cp_rank: int,
     num_tokens: int,
+    warp_wide: bool,
     sequences: int,
     rows: int,
     /,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call must look like, checked on the host before any launch and without a synchronisation.
 
-Each error names the argument, what it is, what it must be and, where there is one, the remedy.
+Each error names the argument, what it is, what it must be and, where there is one, the remedy. A
+plain call, which needs no word and no conversion, never comes here: `native/torch_call.cpp` sees
+that it is one.
 """
 
 from __future__ import annotations
@@ -10,65 +12,9 @@ import operator
 
 import torch
 
-from transformer_engine_overlay import _native
-
-DTYPE_CODES: dict[torch.dtype, int] = {
-    torch.float32: _native.FLOAT32,
-    torch.float16: _native.FLOAT16,
-    torch.bfloat16: _native.BFLOAT16,
-}
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", int, int]
-
-
-def is_clean(
-    t: torch.Tensor,
-    freqs: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    start_positions: torch.Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> bool:
-    """Tell quickly whether a call on a CUDA device needs no word said and nothing converted.
-
-    What is not clean is not wrong: `normalize` sorts that out. The two must agree that a clean call
-    is a good one.
-    """
-    try:
-        _, _, head_dim = t.shape
-        _, one, also_one, rotary_dim = freqs.shape
-        (num_boundaries,) = cu_seqlens.shape
-        device = t.get_device()
-        return (
-            t.is_cuda
-            and t.dtype in DTYPE_CODES
-            and t.layout is torch.strided
-            and one == also_one == 1
-            and not rotary_dim & 1
-            and rotary_dim <= head_dim
-            and freqs.dtype is torch.float32
-            and freqs.get_device() == device
-            and freqs.is_contiguous()
-            and num_boundaries > 0
-            and cu_seqlens.dtype is torch.int32
-            and cu_seqlens.get_device() == device
-            and cu_seqlens.is_contiguous()
-            and type(cp_size) is int
-            and type(cp_rank) is int
-            and 0 <= cp_rank < cp_size < 1 << 31
-            and (
-                start_positions is None
-                or (
-                    start_positions.dtype is torch.int32
-                    and start_positions.get_device() == device
-                    and start_positions.dim() == 1
-                    and start_positions.shape[0] >= num_boundaries - 1
-                    and start_positions.is_contiguous()
-                )
-            )
-        )
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return False
 
 
 def normalize(
@@ -77,6 +23,7 @@ def normalize(
     freqs: object,
     cu_seqlens: object,
     start_positions: object,
+    interleaved: object,
     cp_size: object,
     cp_rank: object,
 ) -> Call:
@@ -86,13 +33,13 @@ def normalize(
     ----------
     name : str
         What to call `t` in a message.
-    t, freqs, cu_seqlens, start_positions, cp_size, cp_rank
+    t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank
         As for `transformer_engine_overlay.apply_rotary_pos_emb_thd`.
 
     Returns
     -------
     tuple
-        The same six, the table contiguous float32 and the metadata contiguous int32.
+        All but `interleaved`, the table contiguous float32 and the metadata contiguous int32.
 
     Raises
     ------
@@ -111,28 +58,43 @@ def normalize(
             boundaries.shape[0] - 1,
             "an entry for each sequence",
         )
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"interleaved is of type {type(interleaved).__name__}; it must be a bool")
     return (t, table, boundaries, starts, *check_context_parallel(cp_size, cp_rank))
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:
     """Return `value` if it is a tensor."""
-    if isinstance(value, torch.Tensor):
-        return value
-    raise TypeError(f"{name} is of type {type(value).__name__}; it must be a torch.Tensor")
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is of type {type(value).__name__}; it must be a torch.Tensor")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        raise TypeError(f"{name} is {kind}; it must be a dense (strided) tensor")
+    return value
+
+
+def check_memory(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return `value` if its elements are in memory, those of lazily negated tensors written out."""
+    if value.is_neg() or value._is_zerotensor():
+        return value.resolve_neg().clone()
+    if value.numel() > 0 and value.data_ptr() == 0:
+        raise TypeError(
+            f"{name} is a {type(value).__name__} without memory of its own (fake, distributed, "
+            "quantised, ...); pass a plain tensor"
+        )
+    return value
 
 
 def check_input(name: str, t: object) -> torch.Tensor:
     """Return `t` if it is a packed tensor ``[t, h, d]`` of a dtype and on a device we cover."""
     t = check_tensor(name, t)
-    if t.dtype not in DTYPE_CODES:
+    if t.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {t.dtype}; it must be float32, float16 or bfloat16")
     if t.dim() != 3:
         raise ValueError(f"{name} has shape {list(t.shape)}; it must be 3-D, [t, h, d]")
     if t.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on device {t.device}; it must be on a CUDA device or the CPU")
-    if t.layout != torch.strided:
-        raise TypeError(f"{name} has layout {t.layout}; it must be a dense (strided) tensor")
-    return t
+    return check_memory(name, t)
 
 
 def check_table(freqs: object, t: torch.Tensor) -> torch.Tensor:
@@ -152,7 +114,7 @@ def check_table(freqs: object, t: torch.Tensor) -> torch.Tensor:
     check_device("freqs", freqs, t)
     if not freqs.is_floating_point():
         raise TypeError(f"freqs has dtype {freqs.dtype}; it must be a floating-point type")
-    return freqs.to(torch.float32).contiguous()
+    return check_memory("freqs", freqs).to(torch.float32).contiguous()
 
 
 def check_metadata(
@@ -170,7 +132,7 @@ def check_metadata(
             f"{min_entries}"
         )
     check_device(name, value, t)
-    return value.contiguous()
+    return check_memory(name, value).contiguous()
 
 
 def check_device(name: str, value: torch.Tensor, t: torch.Tensor) -> None:

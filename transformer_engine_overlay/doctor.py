@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`te-overlay doctor`: what a bug report should hold, and what is wrong, with its remedy.
 
-Facts are collected first; each check then looks at facts alone, so that a test can hand it any.
+This module collects the facts; `doctor_checks` judges them.
 """
 
 from __future__ import annotations
@@ -9,35 +9,26 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import re
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import transformer_engine_overlay
-from transformer_engine_overlay import _native, gate, patching, te_install, te_probe
-from transformer_engine_overlay.environment import (
-    PATH_VARIABLE,
-    cuda_version_text,
-    driver_release,
-)
-from transformer_engine_overlay.findings import NOTE, PROBLEM, Finding
-from transformer_engine_overlay.te_install import Install
+from transformer_engine_overlay import _native, doctor_checks, gate, patching, te_install, te_probe
+from transformer_engine_overlay.doctor_checks import Activation, Build, Gpu, Torch, chip_code
+from transformer_engine_overlay.environment import PATH_VARIABLE, cuda_version_text, driver_release
+from transformer_engine_overlay.findings import PROBLEM, Finding
+from transformer_engine_overlay.te_install import Install, Package
 from transformer_engine_overlay.te_probe import Probe
-from transformer_engine_overlay.te_versions import (
-    FIRST_SUPPORTED,
-    LAST_LISTED,
-    find_release,
-    parse_version,
-)
+from transformer_engine_overlay.te_versions import find_release, parse_version
 
-INSTALL_TE = "`pip install --no-build-isolation transformer-engine[pytorch]`"
-REINSTALL_SELF = "`pip install --force-reinstall --no-deps transformer-engine-overlay`"
+# What libraries and GPUs are found depends on them.
+LOOKUP_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH")
 
 
 @dataclass
@@ -66,48 +57,6 @@ class Report:
         return {"facts": self.facts, "findings": findings, "problems": self.problems}
 
 
-@dataclass(frozen=True)
-class Build:
-    """How this package was built, and what the driver offers; versions as CUDA's integers."""
-
-    with_cuda: bool
-    chips: str
-    driver: int
-    runtime: int
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU that torch sees."""
-
-    index: int
-    name: str
-    capability: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Torch:
-    """What torch is and sees."""
-
-    version: str
-    cuda: str | None
-    hip: str | None = None
-    available: bool = False
-    gpus: tuple[Gpu, ...] = ()
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Activation:
-    """What decides whether ``TE_OVERLAY_ENABLE=1`` takes effect at the start of Python."""
-
-    value: str
-    ran: bool
-    module: bool
-    pth: str
-    switches: tuple[str, ...] = field(default=())
-
-
 def examine(timeout: float = te_probe.TIMEOUT) -> Report:
     """Look at everything.
 
@@ -118,47 +67,49 @@ def examine(timeout: float = te_probe.TIMEOUT) -> Report:
     timeout : float
         Seconds that its import may take.
     """
-    build, torch_info, activation = read_build(), read_torch(), read_activation()
+    build, info, activation = read_build(), read_torch(), read_activation()
     cwd, purelib = Path.cwd(), Path(sysconfig.get_paths()["purelib"])
     install = te_install.find_install(sys.path, cwd, purelib)
     probe = te_probe.run_probe(sys.path, timeout) if install.module else None
+    version = (probe.version if probe else "") or install.version
     status = patching.status()
-    path_complaint = read_path_complaint()
-    te_version = (probe.version if probe else "") or install.version
+    complaint = read_path_complaint()
 
-    findings = check_package(transformer_engine_overlay.__version__)
-    findings += check_build(build, torch_info, install)
-    findings += check_driver(build, _native.driver_complaint)
-    findings += check_torch(torch_info, build)
-    findings += check_gpus(torch_info.gpus, build)
-    files = te_install.check_packages(install, torch_info.cuda)
-    files += te_install.check_module(install, cwd)
-    files += te_install.check_libraries(install, purelib)
-    findings += files
-    findings += check_te(install, te_version)
+    files = te_install.check_packages(install, info.cuda)
+    place = te_install.check_module(install, cwd)
+    files += place
+    if not (has_problem(place) or (probe and probe.imported)):  # of a wrong place, that is enough
+        files += te_install.check_libraries(install, purelib)
+    gated = doctor_checks.check_build(build, info, install)
+    gated += doctor_checks.check_driver(build, _native.driver_complaint)
+    gated += doctor_checks.check_te(install, version)
+    findings = doctor_checks.check_package(transformer_engine_overlay.__version__)
+    findings += doctor_checks.check_torch(info, build)
+    findings += doctor_checks.check_gpus(info.gpus, build)
     if probe is not None:
-        explained = any(finding.level == PROBLEM for finding in files)
-        findings += te_probe.check_import(probe, torch_info.version, te_version, explained)
-        findings += check_signatures(probe, te_version)
-        findings += check_refusal(probe, any(f.level == PROBLEM for f in findings))
-    findings += check_path_variable(path_complaint)
-    findings += check_activation(activation)
-    findings += check_status(status)
+        findings += te_probe.check_import(probe, info.version, version, has_problem(files))
+        gated += doctor_checks.check_signatures(probe, version)
+        gated += doctor_checks.check_refusal(probe, has_problem(gated))
+    findings += doctor_checks.check_path_variable(complaint)
+    findings += doctor_checks.check_activation(activation)
+    findings += doctor_checks.check_status(status)
 
-    routing = describe_routing(
-        te_version, install, probe, build, torch_info, path_complaint, activation
-    )
+    obstacle = complaint or find_obstacle(install, probe, build, info.gpus)
+    routing = describe_routing(version, obstacle, status.path_rule, activation)
     facts = {
         "package": package_facts(build),
         "Python": python_facts(),
-        "torch and GPUs": torch_facts(torch_info, build),
-        "TransformerEngine": te_facts(install, probe, te_version),
+        "torch and GPUs": torch_facts(info, build),
+        "TransformerEngine": te_facts(install, probe, version),
         "overlay": overlay_facts(status, activation, routing),
     }
-    return Report(facts, sorted(findings, key=lambda finding: finding.level != PROBLEM))
+    everything = [*gated, *files, *findings]
+    return Report(facts, sorted(everything, key=lambda finding: finding.level != PROBLEM))
 
 
-# What is there
+def has_problem(findings: Sequence[Finding]) -> bool:
+    """Tell whether there is more than notes."""
+    return any(finding.level == PROBLEM for finding in findings)
 
 
 def read_build() -> Build:
@@ -183,7 +134,7 @@ def read_torch() -> Torch:
 
 
 def read_path_complaint() -> str:
-    """Return what is wrong with the value of ``NVTE_FUSED_ROPE_THD_TOKEN_LINEAR``, "" if nothing."""
+    """Say what is wrong with the value of ``NVTE_FUSED_ROPE_THD_TOKEN_LINEAR``, "" if nothing."""
     try:
         _native.path_request()
     except ValueError as error:
@@ -208,215 +159,113 @@ def read_activation() -> Activation:
     )
 
 
-# What is wrong with it
+def find_obstacle(install: Install, probe: Probe | None, build: Build, gpus: Sequence[Gpu]) -> str:
+    """Say why nothing would be routed, "" if something would."""
+    if probe is None:
+        return "TransformerEngine is not installed"
+    if not probe.imported:
+        return "TransformerEngine cannot be imported"
+    if not probe.enabled:
+        return probe.refusal or f"a process that enabled the overlay {probe.outcome()}"
+    if gpus and not any(chip_code(build.chips, gpu.capability) for gpu in gpus):
+        return "no compiled chip fits a GPU of this machine"
+    return ""
 
 
-def check_package(version: str) -> list[Finding]:
-    """Check that our own metadata is there."""
-    if version != "0+unknown":
-        return []
-    what = "the metadata of transformer-engine-overlay is missing: it was not installed by pip"
-    return [Finding(NOTE, what, "install it with pip, to have its version in reports")]
+def describe_routing(version: str, obstacle: str, path_rule: str, hook: Activation) -> str:
+    """Say in a sentence what the overlay would route, and when."""
+    if obstacle:
+        return f"nothing: {obstacle}"
+    if path_rule.startswith("0"):
+        return f"nothing: {PATH_VARIABLE}=0 leaves THD calls to TransformerEngine's own dispatch"
+    path = "token-linear always" if path_rule.startswith("1") else "automatic path"
+    calls = f"THD calls of TransformerEngine {version}, forward and backward; {path}"
+    if hook.value == "1" and (hook.ran or hook.pth):
+        return f"{calls}; in each program, as {patching.ENABLE_VARIABLE}=1 is set"
+    return (
+        f"{calls}; in programs that call transformer_engine_overlay.enable() or are started with "
+        f"{patching.ENABLE_VARIABLE}=1"
+    )
 
 
-def check_build(build: Build, info: Torch, install: Install) -> list[Finding]:
-    """Check that the package has CUDA code where that is wanted."""
-    if build.with_cuda:
-        return []
-    wanted = (info.available and not info.hip) or install.module is not None
-    what = "transformer-engine-overlay was built without CUDA: it runs on the CPU alone"
-    remedy = "reinstall it from source without TE_OVERLAY_CUDA=0 if it is to use a GPU"
-    return [Finding(PROBLEM if wanted else NOTE, what, remedy)]
+def package_facts(build: Build) -> dict[str, str]:
+    """Describe this package."""
+    return {
+        "transformer-engine-overlay": transformer_engine_overlay.__version__,
+        "folder": str(Path(transformer_engine_overlay.__file__).parent),
+        "built with CUDA": "yes" if build.with_cuda else "no",
+        "compiled chips": build.chips or "none",
+        "CUDA runtime built in": cuda_version_text(build.runtime),
+    }
 
 
-def check_driver(build: Build, complaint: Callable[[int, int], str]) -> list[Finding]:
-    """Check that there is a driver, and that it is new enough for the runtime built in."""
-    if not build.with_cuda:
-        return []
-    if not build.driver:
-        what = "there is no NVIDIA driver here: everything runs on the CPU"
-        return [Finding(NOTE, what, "none is needed to run on the CPU")]
-    what, _, remedy = complaint(build.driver, build.runtime).partition("; ")
-    return [Finding(PROBLEM, what, remedy)] if what else []
+def python_facts() -> dict[str, str]:
+    """Describe the interpreter and the system."""
+    return {
+        "version": platform.python_version(),
+        "executable": sys.executable,
+        "system": platform.platform(),
+    }
 
 
-def check_torch(info: Torch, build: Build) -> list[Finding]:
-    """Check that torch can use the GPU, if there is one."""
-    if info.hip:
-        what = f"torch {info.version} is for ROCm: its cuda tensors are not for these kernels"
-        return [Finding(NOTE, what, "use a torch built with CUDA, or the CPU")]
-    if not info.cuda:
-        what = f"torch {info.version} was built without CUDA: it sees no GPU"
-        return [Finding(NOTE, what, "install a torch built with CUDA if it is to use a GPU")]
-    if info.error:
-        what = f"torch {info.version} fails to start CUDA: {info.error}"
-        return [Finding(PROBLEM, what, "mend torch first: `python -m torch.utils.collect_env`")]
-    findings = []
-    major = int(info.cuda.split(".")[0])
-    if build.driver and build.driver // 1000 < major:
-        what = (
-            f"torch {info.version} was built with CUDA {info.cuda}, but the driver supports CUDA "
-            f"up to {cuda_version_text(build.driver)}"
-        )
-        remedy = f"update the driver, or install a torch for CUDA {build.driver // 1000}"
-        findings.append(Finding(PROBLEM, what, remedy))
-    elif build.driver and not info.available:
-        what = "torch sees no GPU, though there is a driver"
-        remedy = "look at CUDA_VISIBLE_DEVICES and `nvidia-smi`, and whether the job asked for a GPU"
-        findings.append(Finding(NOTE, what, remedy))
-    if build.with_cuda and build.runtime // 1000 != major:
-        what = (
-            f"torch was built with CUDA {info.cuda}, this package with CUDA "
-            f"{cuda_version_text(build.runtime)}"
-        )
-        findings.append(Finding(NOTE, what, "none is needed: its runtime is linked statically"))
-    return findings
+def torch_facts(info: Torch, build: Build) -> dict[str, str]:
+    """Describe torch, the driver, the GPUs, and where their libraries are looked for."""
+    facts = {
+        "torch": info.version,
+        "CUDA of torch": info.cuda or (f"none, ROCm {info.hip}" if info.hip else "none"),
+        "C++ ABI of torch": "new" if torch.compiled_with_cxx11_abi() else "old",
+        "driver": driver_release() if build.driver or info.available else "none",
+        "CUDA of the driver": cuda_version_text(build.driver),
+        "GPUs": str(len(info.gpus)) if not info.error else info.error,
+    }
+    for gpu in info.gpus:
+        code = chip_code(build.chips, gpu.capability) or "nothing that was compiled"
+        capability = ".".join(map(str, gpu.capability))
+        facts[f"cuda:{gpu.index}"] = f"{gpu.name}, compute capability {capability}, runs {code}"
+    facts |= {name: os.environ[name] for name in LOOKUP_VARIABLES if name in os.environ}
+    return facts
 
 
-def chip_code(chips: str, capability: tuple[int, int]) -> str:
-    """Say what a GPU of this compute capability runs.
-
-    Parameters
-    ----------
-    chips : str
-        As CMake lists them, such as ``"80-real 90"``: ``-real`` is machine code, ``-virtual`` is
-        PTX, neither is both.
-    capability : tuple of int
-        Major and minor.
-
-    Returns
-    -------
-    str
-        "machine code", "PTX" or "".
-    """
-    found = set()
-    for number, suffix, kind in re.findall(r"(\d+)([af]?)(-real|-virtual)?(?:\s|$)", chips):
-        chip = divmod(int(number), 10)
-        if suffix == "a" and chip != capability:
-            continue  # for this very chip
-        same_major = chip[0] == capability[0] and chip <= capability
-        if kind != "-virtual" and same_major:
-            found.add("machine code")
-        if kind != "-real" and chip <= capability and (same_major or not suffix):
-            found.add("PTX")
-    return min(found, default="", key=("machine code", "PTX").index)
-
-
-def check_gpus(gpus: Sequence[Gpu], build: Build) -> list[Finding]:
-    """Check each kind of GPU against the compiled chips."""
-    findings: dict[tuple[int, int], Finding] = {}
-    for gpu in gpus if build.with_cuda else ():
-        code = chip_code(build.chips, gpu.capability)
-        major, minor = gpu.capability
-        who = f"{gpu.name} (compute capability {major}.{minor})"
-        remedy = (
-            f"reinstall from source for it: `TE_OVERLAY_CUDA_ARCHS={major}{minor} pip install "
-            "--force-reinstall --no-deps --no-binary transformer-engine-overlay "
-            "transformer-engine-overlay`"
-        )
-        if not code:
-            what = f"no compiled chip fits {who}; compiled are {build.chips or 'none'}"
-            findings[gpu.capability] = Finding(PROBLEM, what, remedy)
-        elif code == "PTX" and build.driver < build.runtime:
-            # A driver runs machine code of a newer release of its major version, but no such PTX.
-            what = (
-                f"{who} needs PTX of CUDA {cuda_version_text(build.runtime)}, and the driver "
-                f"compiles that of CUDA {cuda_version_text(build.driver)} at most"
-            )
-            findings[gpu.capability] = Finding(PROBLEM, what, f"update the driver, or {remedy}")
-        elif code == "PTX":
-            what = f"{who} runs PTX, which the driver compiles at the first call"
-            findings[gpu.capability] = Finding(NOTE, what, f"for machine code, {remedy}")
-    return list(findings.values())
-
-
-def check_te(install: Install, version: str) -> list[Finding]:
-    """Check that TransformerEngine is there and of a release that can be routed."""
-    if install.module is None:
-        if install.packages:
-            return []  # told in full where the files are looked at
-        what = "TransformerEngine is not installed: the torch API works, there is nothing to route"
-        return [Finding(NOTE, what, f"if you want it: {INSTALL_TE}")]
-    first, last = (".".join(map(str, v)) for v in (FIRST_SUPPORTED, LAST_LISTED))
+def te_facts(install: Install, probe: Probe | None, version: str) -> dict[str, str]:
+    """Describe what there is of TransformerEngine and what came of its import."""
+    facts = {
+        name: ", then ".join(map(_describe_package, copies))
+        for name, copies in install.packages.items()
+    }
+    facts["module"] = str(install.module or "none")
+    if probe is None:
+        return facts
+    for prefix, title in te_install.LIBRARIES.items():
+        facts[title] = ", ".join(map(str, install.libraries.get(prefix, []))) or "not found"
+    facts["can be imported"] = probe.outcome()
+    facts["version"] = version or "unknown"
     parsed = parse_version(version)
-    if parsed is not None and parsed < FIRST_SUPPORTED:
-        what = (
-            f"TransformerEngine {version} is older than {first}, the first release that can be "
-            "routed"
-        )
-        remedy = f'`pip install --no-build-isolation "transformer-engine[pytorch]>={first}"`'
-        return [Finding(PROBLEM, what, f"upgrade it, {remedy}, or go on without the overlay")]
-    if parsed is None or find_release(parsed) is None:
-        what = f"TransformerEngine {version or 'of unknown version'} is not among {first} to {last}"
-        return [Finding(NOTE, what, "check it with `te-overlay verify --against te`")]
-    return []
+    release = find_release(parsed) if parsed else None
+    facts["its THD launch"] = release.launch if release else "not known"
+    for name, kinds in probe.signatures.items():
+        known = kinds is not None and tuple(kinds) == gate.SIGNATURE
+        facts[name] = "as known" if known else doctor_checks.kinds_text(kinds)
+    refusal = probe.refusal or "the process did not come to that"
+    facts["overlay can be enabled"] = "yes" if probe.enabled else f"no: {refusal}"
+    if not probe.succeeded and probe.output:
+        facts["last lines of the import"] = probe.tail()
+    return facts
 
 
-def check_signatures(probe: Probe, version: str) -> list[Finding]:
-    """Check that the fused RoPE functions take what the overlay passes."""
-    parsed = parse_version(version)
-    if parsed is not None and parsed < FIRST_SUPPORTED:
-        return []  # the version says it all
-    return [
-        Finding(
-            PROBLEM,
-            f"{gate.EXTENSION}.{name} takes {_kinds_text(kinds)}; the overlay knows "
-            f"({', '.join(gate.SIGNATURE)})",
-            "go on without the overlay, and report this TransformerEngine; if you patched it, "
-            "take the patch out",
-        )
-        for name, kinds in probe.signatures.items()
-        if kinds is None or tuple(kinds) != gate.SIGNATURE
-    ]
+def _describe_package(package: Package) -> str:
+    origin = {True: "wheel", False: "built from source", None: "no WHEEL file"}[package.pure]
+    if package.name != te_install.META:  # a core is never pure
+        return f"{package.version}, in {package.folder}"
+    return f"{package.version}, {origin}, in {package.folder}"
 
 
-def _kinds_text(kinds: Sequence[str] | None) -> str:
-    return "an unknown list" if kinds is None else f"({', '.join(kinds)})"
-
-
-def check_refusal(probe: Probe, explained: bool) -> list[Finding]:
-    """Pass on why the overlay could not be enabled, if nothing said so far explains it."""
-    if not probe.refusal or explained:
-        return []
-    what, _, remedy = probe.refusal.partition("; ")
-    what = f"the overlay cannot be enabled: {what}"
-    return [Finding(PROBLEM, what, remedy or "go on without it, and report this")]
-
-
-def check_path_variable(complaint: str) -> list[Finding]:
-    """Check the value of ``NVTE_FUSED_ROPE_THD_TOKEN_LINEAR``."""
-    what, _, remedy = complaint.partition("; ")
-    return [Finding(PROBLEM, what, remedy)] if what else []
-
-
-def check_activation(hook: Activation) -> list[Finding]:
-    """Check that ``TE_OVERLAY_ENABLE`` does what it says."""
-    name = patching.ENABLE_VARIABLE
-    if hook.value not in ("", "0", "1"):
-        what = f"{name} is '{hook.value}'"
-        return [Finding(PROBLEM, what, "it must be 1 (enable), 0 or unset")]
-    if hook.ran:
-        return []
-    reasons = []
-    if not hook.module:
-        reasons.append(f"the module {patching.ACTIVATION_MODULE} cannot be imported")
-    if not hook.pth:
-        reasons.append(f"no site folder has {patching.ACTIVATION_MODULE}.pth")
-    if hook.switches:
-        reasons.append(f"this Python runs with {' '.join(hook.switches)}")
-    if hook.value == "1":
-        why = ", ".join(reasons) or "it was set after Python had started"
-        what = f"{name}=1, but the start-up hook did not run: {why}"
-    elif not hook.module or not hook.pth:
-        what = f"{name}=1 would do nothing: {', '.join(reasons)}"
-    else:
-        return []
-    remedy = f"call transformer_engine_overlay.enable() in the program, or {REINSTALL_SELF}"
-    return [Finding(PROBLEM if hook.value == "1" else NOTE, what, remedy)]
-
-
-def check_status(status: patching.Status) -> list[Finding]:
-    """Pass on what stands in the way in this process."""
-    if not status.problem:
-        return []
-    return [Finding(PROBLEM, status.problem, "enable the overlay before other patches")]
+def overlay_facts(status: patching.Status, hook: Activation, routing: str) -> dict[str, str]:
+    """Describe the overlay in this process, and what it would do in others."""
+    return {
+        "in this process": "enabled" if status.enabled else "not enabled",
+        **status.sites,
+        "activation": status.activation,
+        "start-up hook": hook.pth or "not in a site folder",
+        "path rule": status.path_rule,
+        "would be routed": routing,
+    }

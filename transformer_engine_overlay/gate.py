@@ -52,7 +52,7 @@ def import_extension() -> ModuleType:
     except ModuleNotFoundError as error:
         raise OverlayError(
             f"TransformerEngine's PyTorch package cannot be imported ({error}); install it with "
-            "`pip install --no-build-isolation transformer-engine[pytorch]`"
+            '`pip install --no-build-isolation "transformer-engine[pytorch]"`'
         ) from error
     except Exception as error:  # whatever a broken install raises is its own to explain
         raise OverlayError(

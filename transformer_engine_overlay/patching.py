@@ -219,11 +219,10 @@ def _install() -> Installation:
     originals = {name: gate.checked_function(extension, name, version) for name in FUNCTIONS}
     thd_format = gate.thd_format(extension)
     state = RouterState()
-    replacements = {}
-    for name, transpose in FUNCTIONS.items():
-        routed = make_routed(originals[name], transpose, thd_format, state)
-        # Dynamo then treats it as it treats the binding: a call to make, not code to trace.
-        replacements[name] = torch.compiler.disable(routed)  # type: ignore[no-untyped-call]
+    replacements = {
+        name: make_routed(originals[name], transpose, thd_format, state)
+        for name, transpose in FUNCTIONS.items()
+    }
     places = []
     for module, name in _sites():
         if getattr(module, name) is originals[name]:
@@ -294,6 +293,8 @@ def _describe_activation() -> str:
     value = os.environ.get(ENABLE_VARIABLE, "")
     if value in ("", "0"):
         return f"{ENABLE_VARIABLE} is not set: enable() is up to the program"
+    if value != "1":
+        return f"{ENABLE_VARIABLE} is {value!r}; it must be 1 (enable), 0 or unset"
     if ACTIVATION_MODULE in sys.modules:
         return f"{ENABLE_VARIABLE}={value}, and the start-up hook ran"
     return (

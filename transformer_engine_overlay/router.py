@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +10,7 @@ from typing import Any
 import torch
 
 from transformer_engine_overlay import _native, checks
-from transformer_engine_overlay.thd import launch
-
-# input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank
-NUM_ARGUMENTS = 8
+from transformer_engine_overlay.thd import rotate_checked
 
 
 class RouterState:
@@ -22,16 +18,25 @@ class RouterState:
 
     Attributes
     ----------
-    active : bool
-        False makes each of them pass every call on: how a function is switched off that somebody
-        else's patch still holds.
+    switch : RouterSwitch
+        ``active = False`` makes each of them pass every call on: how a function is switched off
+        that somebody else's patch still holds.
     unsupported : str
         Why this build cannot run on the GPU or driver, once that is known.
     """
 
     def __init__(self) -> None:
-        self.active = True
+        self.switch = _native.RouterSwitch()
         self.unsupported = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether calls are routed."""
+        return self.switch.active
+
+    @active.setter
+    def active(self, value: bool) -> None:
+        self.switch.active = value
 
     def give_up(self, reason: str) -> None:
         """Leave all calls to TransformerEngine from now on, and say so once."""
@@ -67,40 +72,24 @@ def make_routed(
         ``NVTE_FUSED_ROPE_THD_TOKEN_LINEAR=0``; all others go to `original` as they came, and its
         errors come back as they are.
     """
-    name = "output_grads" if transpose else "input"
+    name = "output_grads" if transpose else "input"  # TransformerEngine's words
 
-    @functools.wraps(original)
-    def routed(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if (
-            kwargs
-            or len(args) != NUM_ARGUMENTS
-            or not (args[3] is thd_format or args[3] == thd_format)
-            or not state.active
-            or _native.path_request() == _native.LEGACY_GRID
-        ):
+    def prepare(*args: Any) -> torch.Tensor:
+        """Take a THD call that is not plain."""
+        if is_left_to_stock(*args):
             _native.count_passed_through()
-            return original(*args, **kwargs)
+            return original(*args)
         t, freqs, start_positions, _, interleaved, cu_seqlens, cp_size, cp_rank = args
-        if not checks.is_clean(t, freqs, cu_seqlens, start_positions, cp_size, cp_rank):
-            if is_left_to_stock(*args):
-                _native.count_passed_through()
-                return original(*args)
-            t, freqs, cu_seqlens, start_positions, cp_size, cp_rank = checks.normalize(
-                name, t, freqs, cu_seqlens, start_positions, cp_size, cp_rank
-            )
-        try:
-            return launch(
-                *(t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank),
-                transpose,
-                True,
-            )
-        except _native.UnsupportedDeviceError as error:
-            state.give_up(str(error))
-        # Outside of the handler, so that an error of the original stands alone.
-        _native.count_passed_through()
-        return original(*args)
+        return rotate_checked(
+            name,
+            *(t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank),
+            transpose,
+            routed=True,
+        )
 
-    return routed
+    return _native.make_routed(
+        original, prepare, state.give_up, thd_format, state.switch, transpose
+    )
 
 
 def is_left_to_stock(
@@ -113,7 +102,7 @@ def is_left_to_stock(
     cp_size: object,
     cp_rank: object,
 ) -> bool:
-    """Tell whether a THD call that is not clean belongs to TransformerEngine.
+    """Tell whether a THD call that is not plain belongs to TransformerEngine.
 
     Returns
     -------
@@ -126,12 +115,12 @@ def is_left_to_stock(
         return True
     if not isinstance(start_positions, (torch.Tensor, type(None))):
         return True
-    if not all(isinstance(x, int) for x in (cp_size, cp_rank)):
+    if not all(isinstance(x, int) for x in (interleaved, cp_size, cp_rank)):
         return True
     assert isinstance(t, torch.Tensor)
     assert isinstance(freqs, torch.Tensor)
     assert isinstance(cu_seqlens, torch.Tensor)
-    not_covered = t.dtype not in checks.DTYPE_CODES
+    not_covered = t.dtype not in checks.DTYPES
     refused = (
         t.dim() != 3
         or freqs.dim() != 4

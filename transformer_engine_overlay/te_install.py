@@ -268,17 +268,30 @@ def check_module(install: Install, cwd: Path) -> list[Finding]:
         return [Finding(PROBLEM, what, away)]
     if install.module != local and (local / "__init__.py").is_file():
         what = (
-            f"the current folder has a {MODULE} of its own, which `python -m` and `python -c` would "
-            f"import instead of {install.module}"
+            f"the current folder has a {MODULE} of its own, which `python -m` and `python -c` "
+            f"would import instead of {install.module}"
         )
         return [Finding(NOTE, what, away)]
     return []
 
 
 def check_libraries(install: Install, purelib: Path) -> list[Finding]:
-    """Check that the loader finds each library, once."""
+    """Check that the loader finds each library, once.
+
+    Only for an install that cannot be imported: if it can be, the libraries are there, wherever.
+
+    Parameters
+    ----------
+    install : Install
+    purelib : Path
+        Where TransformerEngine's loader looks last.
+    """
     if install.module is None or install.is_empty_metapackage:
         return []
+    meta = install.first(META)
+    remedy = reinstall_command(install.version)
+    if meta is None or not meta.pure:
+        remedy = f"build it again: `pip install --no-build-isolation .` in its source; or {remedy}"
     findings = []
     for prefix, title in LIBRARIES.items():
         files = install.libraries.get(prefix, [])
@@ -286,16 +299,15 @@ def check_libraries(install: Install, purelib: Path) -> list[Finding]:
             continue
         if files:
             what = (
-                f"TransformerEngine's {title} is there {len(files)} times, and it refuses to choose: "
-                + ", ".join(map(str, files))
+                f"TransformerEngine's {title} is there {len(files)} times, and it refuses to "
+                f"choose: {', '.join(map(str, files))}"
             )
-            remedy = f"remove what an earlier install left: {reinstall_command(install.version)}"
+            findings.append(Finding(PROBLEM, what, f"remove what is left of others; or {remedy}"))
         else:
             roots = " and ".join(map(str, _library_roots(install.module, purelib)))
             what = (
                 f"TransformerEngine's {title}, {prefix}*.so, is missing: it is not in {roots}, nor "
                 f"in {MODULE}/ or {MODULE}/wheel_lib/ there"
             )
-            remedy = reinstall_command(install.version)
-        findings.append(Finding(PROBLEM, what, remedy))
+            findings.append(Finding(PROBLEM, what, remedy))
     return findings

@@ -75,9 +75,17 @@ class Probe:
     enabled: bool = False
     refusal: str = ""
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether the process did all that it was to do."""
+        return self.returncode == 0 and self.imported
+
     def tail(self) -> str:
-        """Return the last lines of the output."""
-        return "\n".join(self.output.splitlines()[-TAIL_LINES:])
+        """Return the last lines of the output; of a crash, the innermost frames."""
+        lines = self.output.splitlines()
+        crash = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python")), None)
+        start = max(len(lines) - TAIL_LINES, 0) if crash is None else crash
+        return "\n".join(lines[start : start + TAIL_LINES])
 
     def outcome(self) -> str:
         """Say how the process ended."""
@@ -172,7 +180,7 @@ class Cause:
 
 _CUDA_LIBRARY = r"(?:cublas|cudnn|cudart|nvrtc|curand|cusolver|cusparse|cufft|nccl|nvJitLink)"
 
-# The first that matches any line counts.
+# The first that matches a line counts.
 CAUSES = (
     Cause(
         r"libcuda\.so\S*: cannot open",
@@ -241,13 +249,13 @@ CAUSES = (
         of_install=True,
     ),
     Cause(
-        r"No module named .transformer_engine",
+        r"^ModuleNotFoundError: No module named .transformer_engine",
         "TransformerEngine's PyTorch package is not there",
         "{reinstall}",
         of_install=True,
     ),
     Cause(
-        r"No module named",
+        r"^ModuleNotFoundError: No module named",
         "a Python package that TransformerEngine needs is missing",
         "install it with pip",
     ),
@@ -268,7 +276,7 @@ def check_import(
     explained : bool
         Whether the look at the files has found a problem already.
     """
-    if probe.returncode == 0 and probe.imported:
+    if probe.succeeded:
         return []
     if probe.imported:
         what = f"a process that imported TransformerEngine {probe.outcome()} after that"
@@ -284,12 +292,13 @@ def check_import(
         "torch": torch_version,
         "version": f"=={te_version.partition('+')[0]}" if te_version else "",
     }
-    for cause in CAUSES:
-        match = re.search(f"^.*(?:{cause.pattern}).*$", probe.output, re.MULTILINE)
-        if match:
+    # The last error first: earlier ones may have been caught and merely logged.
+    for line in (_last_error(probe.output), *probe.output.splitlines()):
+        cause = next((cause for cause in CAUSES if re.search(cause.pattern, line)), None)
+        if cause is not None:
             if explained and cause.of_install:
                 return []
-            what = f"{cause.what.format(**fill)} ({match[0].strip()})"
+            what = f"{cause.what.format(**fill)} ({line.strip()})"
             return [Finding(cause.level, what, cause.remedy.format(**fill))]
     if probe.returncode < 0:
         what = f"the import of TransformerEngine {probe.outcome()}"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,8 +28,9 @@ def apply_rotary_pos_emb_thd(
         y[i] = x[i] * cos(freqs[p, i]) - x[j] * sin(freqs[p, i])
         y[j] = x[j] * cos(freqs[p, j]) + x[i] * sin(freqs[p, j])
 
-    computed in float32 and rounded once (RoFormer, arXiv:2104.09864, equation 34). Bit for bit what
-    TransformerEngine's ``apply_rotary_pos_emb(..., tensor_format="thd", fused=True)`` gives.
+    computed in float32 and rounded once (RoFormer, arXiv:2104.09864, equation 34). On a GPU, each
+    row that a sequence owns is bit for bit what TransformerEngine's
+    ``apply_rotary_pos_emb(..., tensor_format="thd", fused=True)`` gives.
 
     Parameters
     ----------
@@ -71,7 +71,9 @@ def apply_rotary_pos_emb_thd(
     Runs on the current stream of the device of `t`, whichever device is current. Autocast does not
     touch it: the output has the dtype of `t`. The environment variable
     ``NVTE_FUSED_ROPE_THD_TOKEN_LINEAR`` forces one of the two paths (``1`` token-linear, ``0``
-    legacy grid); both give the same bits.
+    legacy grid); both give the same bits. Transforms of ``torch.func`` and graph tracing by
+    ``make_fx`` or ``torch.export`` are not supported; ``torch.compile`` breaks the graph at the
+    call.
     """
     result: torch.Tensor = _ThdRope.apply(  # type: ignore[no-untyped-call]
         t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, False
@@ -99,17 +101,16 @@ def rotate_thd(
     torch.Tensor
         A new contiguous tensor of the shape and dtype of `t`.
     """
-    if not checks.is_clean(t, freqs, cu_seqlens, start_positions, cp_size, cp_rank):
-        name = "grad_output" if transpose else "t"
-        t, freqs, cu_seqlens, start_positions, cp_size, cp_rank = checks.normalize(
-            name, t, freqs, cu_seqlens, start_positions, cp_size, cp_rank
-        )
-    return launch(
-        *(t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, transpose), False
+    return rotate_checked(
+        "grad_output" if transpose else "t",
+        *(t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank),
+        transpose,
+        routed=False,
     )
 
 
-def launch(
+def rotate_checked(
+    name: str,
     t: torch.Tensor,
     freqs: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -118,52 +119,28 @@ def launch(
     cp_size: int,
     cp_rank: int,
     transpose: bool,
+    *,
     routed: bool,
 ) -> torch.Tensor:
-    """Do what `rotate_thd` does, for arguments that `checks` has found clean or made so.
-
-    `routed` says that TransformerEngine made the call, for the counters.
-    """
-    output = torch.empty_like(t, memory_format=torch.contiguous_format)
-    num_tokens, num_heads, head_dim = t.shape
-    stride_t, stride_h, stride_d = t.stride()
-    table_rows, _, _, rotary_dim = freqs.shape
-    device = t.get_device()  # -1 on the CPU
-    on_cuda = device >= 0
-    _native.thd_rope(
-        t.data_ptr(),
-        output.data_ptr(),
-        freqs.data_ptr(),
-        cu_seqlens.data_ptr(),
-        0 if start_positions is None else start_positions.data_ptr(),
-        num_tokens,
-        num_heads,
-        head_dim,
-        rotary_dim,
-        stride_t,
-        stride_h,
-        stride_d,
-        cu_seqlens.shape[0] - 1,
-        table_rows,
-        cp_size,
-        cp_rank,
-        checks.DTYPE_CODES[t.dtype],
-        bool(interleaved),
+    """Do what `rotate_thd` does; `name` is what messages call `t`, `routed` is for the counters."""
+    output = _native.rotate(
+        *(t, freqs, start_positions, interleaved, cu_seqlens, cp_size, cp_rank),
         transpose,
-        device,
-        _current_stream(device) if on_cuda else 0,
-        0 if on_cuda else torch.get_num_threads(),
         routed,
+        False,
     )
+    if output is None:  # not plain: it has to be converted, or refused
+        t, freqs, cu_seqlens, start_positions, cp_size, cp_rank = checks.normalize(
+            name, t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank
+        )
+        output = _native.rotate(
+            *(t, freqs, start_positions, interleaved, cu_seqlens, cp_size, cp_rank),
+            transpose,
+            routed,
+            True,
+        )
+    assert output is not None, "checks.normalize and the native module disagree"
     return output
-
-
-def _stream_of(device: int) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
-
-
-# The raw handle, without the Python object around it, is several times as fast to get.
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 def path_counts() -> dict[str, dict[str, int]]:

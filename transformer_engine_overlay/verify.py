@@ -198,7 +198,8 @@ def check_paths(batch: Batch, row: Row) -> Iterator[Failure]:
             if problem:
                 yield Failure(case, cp_rank, f"{direction}: {problem}")
     for direction in DIRECTIONS:
-        whole = _rotate(batch, batch.t, batch.grad_output, 1, 0, direction)
+        with forced_path(PATHS["token_linear"]):
+            whole = _rotate(batch, batch.t, batch.grad_output, 1, 0, direction)
         merged = merge_ranks(outputs[direction], batch.cu_seqlens)
         for cp_rank in range(case.cp_size):
             if not same_bits(batch.local(merged, cp_rank), batch.local(whole, cp_rank)):

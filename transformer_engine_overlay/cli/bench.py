@@ -15,7 +15,7 @@ from rich.table import Table
 from transformer_engine_overlay import bench, environment, results
 from transformer_engine_overlay.cli.common import (
     DeviceChoice,
-    check_folder,
+    check_writable,
     console,
     enable_or_refuse,
     print_facts,
@@ -54,7 +54,7 @@ def layer_command(rounds: RoundsOption = 9, csv_file: CsvOption = None) -> None:
 def _measure(
     measure: Callable[[torch.device], Iterator[Any]], title: str, csv_file: Path | None
 ) -> None:
-    check_folder("--csv", csv_file)
+    check_writable("--csv", csv_file)
     device = select_device(DeviceChoice.CUDA)
     enable_or_refuse()
     facts = environment.describe(device)

@@ -86,10 +86,18 @@ def enable_or_refuse() -> None:
         refuse(str(error))
 
 
-def check_folder(option: str, path: Path | None) -> None:
+def check_writable(option: str, path: Path | None) -> None:
     """End the command, before it works for long, if a file could not be written."""
-    if path is not None and not path.parent.is_dir():
-        refuse(f"{option} {path}: there is no folder {path.parent}")
+    if path is None:
+        return
+    existed = path.exists()
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        refuse(f"{option} {path}: the file cannot be written: {error.strerror}")
+    if not existed:
+        path.unlink()
 
 
 def print_facts(facts: Mapping[str, str]) -> None:

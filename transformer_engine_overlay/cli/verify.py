@@ -20,7 +20,7 @@ from transformer_engine_overlay.cli.common import (
     EXIT_MISMATCH,
     DeviceChoice,
     SpreadCommand,
-    check_folder,
+    check_writable,
     console,
     enable_or_refuse,
     new_progress,
@@ -113,7 +113,7 @@ def verify_command(
     ] = Against.ORACLE,
     cp_size: Annotated[
         list[int] | None,
-        typer.Option(help="Context-parallel sizes; each with all its ranks.", min=1),
+        typer.Option(help="Context-parallel sizes; each with all its ranks.", min=1, max=1024),
     ] = None,
     dtype: Annotated[list[DtypeChoice] | None, typer.Option(help="Element types.")] = None,
     quick: Annotated[bool, typer.Option(help="Fewer and smaller cases.")] = False,
@@ -136,8 +136,8 @@ def verify_command(
     rank of every context-parallel size. The paths must agree bit for bit, match a float64 oracle,
     and the ranks put together must equal the result of cp_size 1 bit for bit.
     """
-    check_folder("--json", json_file)
-    check_folder("--csv", csv_file)
+    check_writable("--json", json_file)
+    check_writable("--csv", csv_file)
     if against is Against.TE:
         target = select_device(DeviceChoice.CUDA)
         enable_or_refuse()
@@ -158,11 +158,11 @@ def verify_command(
     print_facts(facts)
     report = job.run()
     console.print(report_table(report, target))
+    print_verdict(report, job)
     if json_file is not None:
         results.write_json(json_file, facts, {"seed": seed, **report.to_json()})
     if csv_file is not None:
         results.write_csv(csv_file, facts, [row.to_json() for row in report.rows])
-    print_verdict(report, job)
     if report.failed:
         raise typer.Exit(EXIT_MISMATCH)
 

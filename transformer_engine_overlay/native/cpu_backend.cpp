@@ -3,7 +3,7 @@
 // The two paths on host memory: the same index math and arithmetic as on the GPU, simple loops.
 
 #include <algorithm>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -31,7 +31,7 @@ void parallel_for(int64_t size, int num_workers, const Work &work) {
     const int64_t begin = begin_of(worker), end = begin_of(worker + 1);
     try {
       threads.emplace_back([&work, worker, begin, end] { work(worker, begin, end); });
-    } catch (const std::system_error &) {  // no thread to be had: this one does the part
+    } catch (const std::exception &) {  // no thread to be had: this one does the part
       work(worker, begin, end);
     }
   }

@@ -19,8 +19,8 @@ inline int64_t token_linear_grid_blocks(int64_t num_tokens) {
 
 inline size_t element_size(DataType dtype) { return dtype == DataType::kFloat32 ? 4 : 2; }
 
-// Calls `visit` with the kernel instance that fits the parameters. `Kernels` is a template with a
-// static member `get<T, kInterleaved, kTranspose>()` that returns the kernel.
+// The kernel instance that fits the parameters. `Kernels` has a static member template
+// `get<T, kInterleaved, kTranspose>()` that returns a kernel.
 template <typename Kernels, typename T>
 auto select_kernel(const ThdRopeParams &params) {
   if (params.interleaved) {
@@ -58,7 +58,6 @@ cudaError_t launch_thd_rope(const ThdRopeParams &params, int64_t blocks, cudaStr
       return cudaErrorInvalidValue;
   }
   kernel<<<static_cast<unsigned int>(blocks), kBlockSize, 0, stream>>>(params);
-  // Peek would leave a sticky-free launch error behind for an unrelated later call to find.
   return cudaGetLastError();
 }
 

@@ -72,48 +72,60 @@ THD_ROPE_HOST_DEVICE int64_t table_row(const PackedBatch &batch, int64_t token, 
 }
 
 // The search for the owner of a token narrows [low, high) until one sequence is left, keeping
-// local_boundary(low) <= token < local_boundary(high). The invariant, rather than the order of the
-// boundaries, is what later code leans on: with boundaries that decrease somewhere, the sequence
-// that is found still holds the token.
+// local_boundary(low) <= token < local_boundary(high). Each round cuts the range into `lanes` parts
+// of `step` sequences, and lane i looks at the end of part i. The invariant, rather than the order
+// of the boundaries, is what later code leans on: with boundaries that decrease somewhere, the
+// sequence that is found still holds the token, though the width of the search may decide which.
 struct SequenceSearch {
   int64_t low;
   int64_t high;
 };
 
-// Owner of local token `token` by binary search: the last sequence that begins at or before it,
-// hence never an empty one. Needs num_sequences >= 1. A token before the first boundary or a tail
-// row yields a sequence that does not hold it, which table_row() reports.
+THD_ROPE_HOST_DEVICE int64_t search_step(const SequenceSearch &search, int lanes) {
+  return (search.high - search.low + lanes - 1) / lanes;
+}
+
+// Whether the part of lane `lane` ends beyond the token. True for the last lane, always.
+THD_ROPE_HOST_DEVICE bool ends_beyond(const PackedBatch &batch, const SequenceSearch &search,
+                                      int64_t step, int lane, int64_t token) {
+  const int64_t end = search.low + (lane + 1) * step;
+  return end >= search.high || local_boundary(batch, end) > token;
+}
+
+// The part of the first lane that ends beyond the token. The first, not a count of lanes: with
+// boundaries that decrease, lanes behind it may disagree.
+THD_ROPE_HOST_DEVICE SequenceSearch part_of_lane(const SequenceSearch &search, int64_t step,
+                                                 int lane) {
+  const int64_t end = search.low + (lane + 1) * step;
+  return {search.low + lane * step, end < search.high ? end : search.high};
+}
+
+// Owner of local token `token`: the last sequence that begins at or before it, hence never an empty
+// one. Needs num_sequences >= 1. A token before the first boundary or a tail row yields a sequence
+// that does not hold it, which table_row() reports. With 2 lanes it is a binary search.
+template <int kLanes = 2>
 THD_ROPE_HOST_DEVICE int64_t find_sequence(const PackedBatch &batch, int64_t token) {
   SequenceSearch search{0, batch.num_sequences};
   while (search.high - search.low > 1) {
-    const int64_t middle = search.low + (search.high - search.low) / 2;
-    if (local_boundary(batch, middle) <= token) {
-      search.low = middle;
-    } else {
-      search.high = middle;
-    }
+    const int64_t step = search_step(search, kLanes);
+    int lane = 0;
+    while (!ends_beyond(batch, search, step, lane, token)) ++lane;
+    search = part_of_lane(search, step, lane);
   }
   return search.low;
 }
 
 #if defined(__CUDACC__)
-// The same owner, found by a whole warp with 32 probes a round: 3 rounds for 30,000 sequences.
-// All 32 lanes must call it with the same token; all get the result.
+// The same with the lanes of a warp side by side: 3 rounds for 30,000 sequences. All 32 lanes must
+// call it with the same token; all get the result.
 __device__ __forceinline__ int64_t find_sequence_warp(const PackedBatch &batch, int64_t token) {
-  constexpr unsigned kAllLanes = 0xffffffffu;
-  const int lane = threadIdx.x % 32;
+  constexpr int kLanes = 32;
+  const int lane = threadIdx.x % kLanes;
   SequenceSearch search{0, batch.num_sequences};
   while (search.high - search.low > 1) {
-    const int64_t step = (search.high - search.low + 31) / 32;
-    const int64_t probe = search.low + (lane + 1) * step;
-    const bool beyond = probe >= search.high || local_boundary(batch, probe) > token;
-    const unsigned beyond_lanes = __ballot_sync(kAllLanes, beyond);
-    // The first lane beyond the token, not a count of lanes: boundaries may decrease. The last
-    // lane probes at or past `high`, so there always is one.
-    const int first_beyond = __ffs(beyond_lanes) - 1;
-    const int64_t low = search.low;
-    search.low = low + first_beyond * step;
-    search.high = min(low + (first_beyond + 1) * step, search.high);
+    const int64_t step = search_step(search, kLanes);
+    const bool beyond = ends_beyond(batch, search, step, lane, token);
+    search = part_of_lane(search, step, __ffs(__ballot_sync(0xffffffffu, beyond)) - 1);
   }
   return search.low;
 }

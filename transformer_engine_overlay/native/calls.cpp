@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "calls.h"
+
+#include <nanobind/nanobind.h>
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace transformer_engine {
+namespace thd_rope {
+
+Counters &counters() {
+  static Counters instance;
+  return instance;
+}
+
+PathRequest checked_request(const std::optional<std::string> &value) {
+  const PathRequest request = parse_path_request(value ? value->c_str() : nullptr);
+  if (request == PathRequest::kInvalid) {
+    throw std::invalid_argument(
+        std::string(kPathVariable) + " is '" + *value +
+        "'; it must be 1 (token-linear), 0 (legacy grid) or unset (automatic)");
+  }
+  return request;
+}
+
+PathRequest request_from_environment() {
+  const PathRequest request = path_request_from_environment();
+  if (request != PathRequest::kInvalid) return request;
+  return checked_request(std::getenv(kPathVariable));
+}
+
+void run_call(const ThdRopeParams &params, PathRequest request, const Target &target, bool routed) {
+  const Path path = choose_path(request, params.batch, params.num_tokens);
+  int64_t blocks = 0;
+  {
+    const nanobind::gil_scoped_release release;
+    blocks = target.device < 0 ? run_on_cpu(params, path, target.num_threads)
+                               : run_on_cuda(params, path, target.device, target.stream);
+  }
+  if (blocks == 0) return;
+  PathCounter &counter = counters().paths[static_cast<int>(path)];
+  counter.calls.fetch_add(1, std::memory_order_relaxed);
+  counter.blocks.fetch_add(blocks, std::memory_order_relaxed);
+  if (routed) counter.routed.fetch_add(1, std::memory_order_relaxed);
+}
+
+}  // namespace thd_rope
+}  // namespace transformer_engine
