@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +224,37 @@ def test_driver_older_than_the_runtime_is_refused_by_name(
     else:
         with pytest.raises(ValueError, match=message):
             raise ValueError(complaint)
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_both_ways_to_read_a_tensor(value: str) -> None:
+    """The checks above again, and layouts, with tensors read the other way too."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"),
+            *("-k", "cpu and (bad_argument or any_strides or expanded or negated or zero_tensors)"),
+            *(__file__, str(Path(__file__).with_name("test_behaviour.py"))),
+        ],
+        env={**os.environ, "TE_OVERLAY_DLPACK": value},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_no_third_way_to_read_a_tensor() -> None:
+    code = (
+        "import torch\nfrom transformer_engine_overlay import apply_rotary_pos_emb_thd as f\n"
+        "f(torch.zeros(1, 1, 2), torch.zeros(1, 1, 1, 2), torch.zeros(2, dtype=torch.int32))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TE_OVERLAY_DLPACK": "no"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.endswith("TE_OVERLAY_DLPACK is 'no'; it must be 1, 0 or unset\n")

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls with torch tensors. They are read through Python's attribute protocol, so that the module
-// depends on no version of torch; from C++, since each attribute costs twice as much from Python
-// and a routed call must not cost more host time than the call that it replaces.
+// Calls with torch tensors, from C++: a routed call must not cost more host time than the call that
+// it replaces, and in Python it costs twice as much.
 
 #ifndef TRANSFORMER_ENGINE_OVERLAY_NATIVE_TORCH_CALL_H_
 #define TRANSFORMER_ENGINE_OVERLAY_NATIVE_TORCH_CALL_H_
