@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import email.message
 import email.parser
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -120,7 +121,9 @@ def test_wheel_ships_the_package_the_headers_and_the_patches(names: list[str]) -
 
 
 def test_wheel_ships_nothing_else(names: list[str]) -> None:
-    assert not [name for name in names if not name.startswith((f"{PACKAGE}/", f"{PACKAGE}-"))]
+    ours = (f"{PACKAGE}/", f"{PACKAGE}-", "te_overlay_activate.")
+    assert not [name for name in names if not name.startswith(ours)]
+    assert not [name for name in names if name.startswith("transformer_engine/")]
     assert not [name for name in names if name.startswith(f"{PACKAGE}/native/")]
     assert not [name for name in names if re.search(r"(^|/)(tests|ci|docs|__pycache__)/", name)]
     # TransformerEngine searches for libraries by this prefix.
@@ -131,13 +134,25 @@ def test_wheel_is_small(wheel: Path) -> None:
     assert wheel.stat().st_size < SIZE_LIMIT
 
 
+def test_installed_package_is_small() -> None:
+    """The one that these tests run on, which may hold the code of all chips."""
+    files = importlib.metadata.files("transformer-engine-overlay") or []
+    assert sum(Path(f.locate()).stat().st_size for f in files if f.locate().exists()) < SIZE_LIMIT
+
+
+def test_start_up_hook_lies_beside_the_package(names: list[str]) -> None:
+    assert {"te_overlay_activate.py", "te_overlay_activate.pth"} <= set(names)
+    assert not [name for name in names if name.startswith(f"{PACKAGE}/activation/")]
+
+
 def test_dependencies(metadata: email.message.Message) -> None:
     requirements = metadata.get_all("Requires-Dist") or []
     assert "torch" in requirements
     assert not [
         line for line in requirements if re.match(r"transformer[-_]engine(?![-_]overlay)", line)
     ]
-    assert not [line for line in requirements if line.startswith("nvidia")]
+    needed = [line for line in requirements if "extra ==" not in line]
+    assert not [line for line in needed if line.startswith("nvidia")]
     assert metadata["Name"] == "transformer-engine-overlay"
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"

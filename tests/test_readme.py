@@ -25,14 +25,14 @@ def test_ci_runs_the_two_commands() -> None:
         pytest.skip(".ci is not part of the sdist")
     text = script.read_text(encoding="utf-8")
     commands = blocks("sh")
-    assert len(commands) == 2
-    for command in commands:
+    assert len(commands) == 3
+    for command in (c for c in commands if "train.py" not in c):
         assert command.strip() in text
 
 
 def test_examples_run() -> None:
     namespace: dict[str, Any] = {}
-    examples = blocks("python")
+    examples = [e for e in blocks("python") if "enable()" not in e]  # needs TransformerEngine
     assert len(examples) == 2
     for example in examples:
         exec(example, namespace)

@@ -6,6 +6,7 @@ What is compared runs interleaved in one process, since timings of a shared mach
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -223,11 +224,15 @@ class _without_overlay:  # noqa: N801 (a context manager, used as a function)
 def _interleaved(
     runs: dict[str, Callable[[], float]], rounds: int, warm_up: int = 3
 ) -> dict[str, list[float]]:
-    """Run each in turn, `rounds` times over, after a warm-up."""
+    """Run all of them once a round, after a warm-up, in an order that changes with the round.
+
+    In a fixed order each would always meet the clock and the caches that the one before it leaves.
+    """
+    rng = random.Random(0)
     times: dict[str, list[float]] = {label: [] for label in runs}
     for i in range(warm_up + rounds):
-        for label, run in runs.items():
-            seconds = run()
+        for label in rng.sample(list(runs), len(runs)):
+            seconds = runs[label]()
             if i >= warm_up:
                 times[label].append(seconds)
     return times
