@@ -59,7 +59,7 @@ BAD = [
     ("cu_seqlens", lambda x: x.to_sparse(), TypeError, "cu_seqlens is torch.sparse_coo"),
     ("start_positions", lambda x: x.to_sparse(), TypeError, "start_positions is torch.sparse"),
     ("interleaved", lambda x: "no", TypeError, "interleaved is of type str; it must be a bool"),
-    ("interleaved", lambda x: 1, TypeError, "interleaved is of type int; it must be a bool"),
+    ("interleaved", lambda x: None, TypeError, "interleaved is of type NoneType; it must be"),
     ("freqs", lambda x: None, TypeError, "freqs is of type NoneType"),
     ("freqs", lambda x: x[:, 0, 0], ValueError, r"freqs has shape \[16, 8\]; it must be \[s, 1, 1"),
     ("freqs", lambda x: x.expand(-1, 2, -1, -1), ValueError, r"freqs has shape \[16, 2, 1, 8\]"),
@@ -134,7 +134,7 @@ def test_cpu_metadata_with_a_gpu_tensor(argument: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 2**24 + 1, 2), (1, 1, 2**24 + 2)])
 def test_rows_too_long_for_32_bit_indices(shape: tuple[int, int, int]) -> None:
     t = torch.zeros(1, 1, 1).expand(shape)
-    with pytest.raises(ValueError, match=f"h is {shape[1]} and d is {shape[2]}; each must be at"):
+    with pytest.raises(ValueError, match=r"t has shape .* h and d must each be at most 16777216"):
         apply_rotary_pos_emb_thd(t, random_table(1, 2), boundaries([0, 1]))
 
 
@@ -166,6 +166,58 @@ def test_tensor_whose_memory_was_taken_is_refused(device: torch.device, argument
     with pytest.raises(TypeError, match=f"{argument} is a Tensor without memory of its own"):
         call(arguments)
     call(good(device))
+
+
+class Meddling(torch.Tensor):
+    """A subclass that answers torch's functions with nonsense."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return 7
+
+
+def test_subclass_is_taken_as_the_tensor_that_it_is(device: torch.device) -> None:
+    arguments = good(device)
+    expected = call(arguments)
+    t = arguments["t"].as_subclass(Meddling)
+    starts, cu = arguments["start_positions"], arguments["cu_seqlens"]
+    y = rotate_thd(t, arguments["freqs"], cu, starts, False, 1, 0, False)
+    assert type(y) is torch.Tensor
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        lambda t: 7,
+        lambda t: t[:1].clone(),
+        lambda t: t.double(),
+        lambda t: torch.empty(t.shape, device="meta"),
+        lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    ],
+)
+def test_output_is_checked_before_it_is_written(
+    device: torch.device, nonsense: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "empty_like", lambda t, **kwargs: nonsense(t))
+    with pytest.raises(RuntimeError, match=r"torch.empty_like gave no plain tensor"):
+        call(good(device))
+
+
+def test_real_tensors_under_fake_mode_are_refused() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    arguments = good(torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((RuntimeError, TypeError)):
+        call(arguments)
+
+
+def test_interleaved_may_be_an_int(device: torch.device) -> None:
+    for value in (0, 1):
+        expected = call({**good(device), "interleaved": bool(value)})
+        assert torch.equal(call({**good(device), "interleaved": value}), expected)
 
 
 def test_fake_tensors_are_refused() -> None:

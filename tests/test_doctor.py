@@ -391,3 +391,10 @@ class TestCommand:
         assert lines[0].startswith("remedy:  look")
         assert "         `pip install --no-build-isolation a-package`" in lines
         assert all(line.startswith("         ") for line in lines[1:])
+
+
+@pytest.mark.parametrize(("value", "count"), [(None, 0), ("0", 0), ("1", 0), ("q", 1), ("", 1)])
+def test_dlpack_variable(value: str | None, count: int) -> None:
+    findings = checks.check_dlpack_variable(value)
+    assert len(findings) == count
+    assert all(f"TE_OVERLAY_DLPACK is {value!r}" in finding.what for finding in findings)

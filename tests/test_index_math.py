@@ -32,7 +32,8 @@ def locate(
     """
     arguments = (cu, starts, table_rows, cp_size, cp_rank, num_tokens)
     narrow, wide = (_locate(*arguments, warp_wide) for warp_wide in (False, True))
-    assert narrow == wide or (cu.diff() < 0).any()
+    agree = narrow == wide
+    assert agree or (cu.diff() < 0).any()
     return wide
 
 
@@ -148,8 +149,9 @@ def test_owner_among_many_sequences(num_sequences: int, length: int) -> None:
     cu = torch.arange(num_sequences + 1, dtype=torch.int32) * length
     num_tokens = num_sequences * length
     sequences, rows = locate(cu, None, max(length, 1), 1, 0, num_tokens)
-    assert sequences == [token // length for token in range(num_tokens)]
-    assert rows == [token % length for token in range(num_tokens)]
+    # Not by comparing lists: pytest would work out the difference of thousands of lines.
+    wrong = [t for t in range(num_tokens) if (sequences[t], rows[t]) != divmod(t, length)]
+    assert not wrong[:3]
 
 
 @pytest.mark.parametrize(

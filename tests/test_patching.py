@@ -131,6 +131,54 @@ class TestEnable:
         tex = sys.modules["transformer_engine_torch"]
         assert te.cpp_extensions.fused_rope_forward is tex.fused_rope_forward
 
+    def test_foreign_alias_is_left_alone(self, te: ModuleType) -> None:
+        foreign = te.cpp_extensions.fused_rope_forward = lambda *args: "foreign"
+        overlay.enable(strict=True)
+        assert te.cpp_extensions.fused_rope_forward is foreign
+        overlay.disable()
+        assert te.cpp_extensions.fused_rope_forward is foreign
+
+    def test_puts_ours_back_where_somebody_put_the_original(self, te: ModuleType) -> None:
+        tex = sys.modules["transformer_engine_torch"]
+        original = tex.fused_rope_forward
+        overlay.enable(strict=True)
+        tex.fused_rope_forward = original
+        assert not overlay.status().enabled
+        assert overlay.enable(strict=True)
+        assert overlay.status().enabled
+        assert same_bits(te.forward(*thd_arguments()), expected())
+
+    def test_te_imported_anew(self, te: ModuleType) -> None:
+        overlay.enable(strict=True)
+        forget_te()
+        again = importlib.import_module("transformer_engine.pytorch")
+        assert overlay.enable(strict=True)
+        assert set(overlay.status().sites.values()) == {"routed"}
+        assert same_bits(again.forward(*thd_arguments()), expected())
+        overlay.disable()
+        with pytest.raises(sys.modules["transformer_engine_torch"].OriginalCalled):
+            again.forward(*thd_arguments())
+
+    def test_refusal_is_forgotten_after_success(
+        self, te: ModuleType, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(_native, "WITH_CUDA", False)
+            assert not overlay.enable()
+        assert "built without CUDA" in overlay.status().problem
+        assert overlay.enable()
+        assert overlay.status().problem == ""
+
+    def test_what_gave_up_stays_off(self, te: ModuleType) -> None:
+        overlay.enable(strict=True)
+        assert patching._installation is not None
+        with pytest.warns(RuntimeWarning, match=r"compute capability 7\.0"):
+            patching._installation.state.give_up("compute capability 7.0")
+        with pytest.raises(overlay.OverlayError, match=r"compute capability 7\.0"):
+            overlay.enable(strict=True)
+        assert overlay.status().problem == "compute capability 7.0"
+        assert not overlay.status().enabled
+
     def test_names_and_documentation_stay(self, te: ModuleType) -> None:
         tex = sys.modules["transformer_engine_torch"]
         doc = tex.fused_rope_forward.__doc__

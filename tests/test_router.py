@@ -144,6 +144,10 @@ LEFT_TO_STOCK = {
     "0-D start": {"start_positions": boundaries([1])[0]},
     "start as a list": {"start_positions": [1, 2]},
     "cp_size as a float": {"cp_size": 1.0},
+    "cp_size past 32 bits": {"cp_size": 2**40},
+    "rank without ranks": {"cp_size": 1, "cp_rank": 3},
+    "row past 32-bit indices": {"t": torch.zeros(1).expand(1, 2**24 + 1, 8)},
+    "interleaved as a word": {"interleaved": "no"},
 }
 
 
@@ -162,7 +166,7 @@ OURS = {
     "short starts": ({"start_positions": boundaries([1])}, ValueError, "start_positions has shape"),
     "no entry in boundaries": ({"cu_seqlens": boundaries([])}, ValueError, "cu_seqlens has shape"),
     "odd d2": ({"freqs": random_table(16, 8)[..., :5]}, ValueError, "freqs has d2 = 5"),
-    "rank out of range": ({"cp_rank": 1}, ValueError, "cp_rank is 1"),
+    "rank out of range": ({"cp_size": 2, "cp_rank": 2}, ValueError, "cp_rank is 2"),
     "no ranks": ({"cp_size": 0}, ValueError, "cp_size is 0"),
     "table elsewhere": ({"freqs": random_table(16, 8).to("meta")}, ValueError, "freqs is on meta"),
     "boundaries elsewhere": (
@@ -182,12 +186,54 @@ def test_where_te_would_read_wild_our_error_is_raised(
         routed(*arguments(**changes))
 
 
+@pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_table_is_routed(routed: Callable[..., Any], dtype: torch.dtype) -> None:
+def test_strided_table_is_routed(
+    state: router.RouterState, dtype: torch.dtype, transpose: bool
+) -> None:
+    function = router.make_routed(original, transpose, Format.THD, state)
     freqs = random_table(16, 16)[..., ::2]
-    t = randn(8, 2, 8, dtype=dtype)
-    y = routed(*arguments(t=t, freqs=freqs))
-    assert same_bits(y, routed(*arguments(t=t, freqs=freqs.contiguous())))
+    args = arguments(t=randn(8, 2, 8, dtype=dtype), freqs=freqs, interleaved=1)
+    t, _, starts, _, _, cu, cp_size, cp_rank = args
+    before = path_counts()["token_linear"]["routed"]
+    y = function(*args)
+    assert path_counts()["token_linear"]["routed"] == before + 1
+    expected = rotate_thd(t, freqs.contiguous(), cu, starts, True, cp_size, cp_rank, transpose)
+    assert same_bits(y, expected)
+
+
+@pytest.mark.parametrize(("transpose", "name"), [(False, "input"), (True, "output_grads")])
+def test_messages_use_the_words_of_te(
+    state: router.RouterState, transpose: bool, name: str
+) -> None:
+    function = router.make_routed(original, transpose, Format.THD, state)
+    with pytest.raises(ValueError, match=f"^{name} is on device meta"):
+        function(*arguments(t=randn(8, 2, 8).to("meta")))
+
+
+def test_unsupported_gpu_falls_back_for_calls_that_are_not_plain(
+    routed: Callable[..., Any], state: router.RouterState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise _native.UnsupportedDeviceError("cuda:0 has compute capability 7.0")
+
+    monkeypatch.setattr(router, "rotate_checked", refuse)
+    with pytest.warns(RuntimeWarning, match="cuda:0 has compute capability 7.0"):
+        assert passed_to(routed, *arguments(freqs=random_table(16, 16)[..., ::2]))
+    assert not state.active
+
+
+class EqualsAll:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("qkv_format", [2, EqualsAll(), "thd", None])
+def test_what_only_equals_the_format_passes(routed: Callable[..., Any], qkv_format: Any) -> None:
+    """TransformerEngine's binding takes its own enumerators alone."""
+    assert passed_to(routed, *arguments(qkv_format=qkv_format))
 
 
 def test_unsupported_gpu_falls_back_with_one_warning(state: router.RouterState) -> None:

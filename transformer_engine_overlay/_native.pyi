@@ -9,6 +9,7 @@ import torch
 LEGACY_GRID: int
 TOKEN_LINEAR: int
 AUTOMATIC: int
+MAX_ROW_EXTENT: int
 WITH_CUDA: bool
 CUDA_ARCHS: str
 

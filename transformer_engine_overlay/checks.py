@@ -12,9 +12,11 @@ import operator
 
 import torch
 
+from transformer_engine_overlay import _native
+
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
-Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", int, int]
+Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", bool, int, int]
 
 
 def normalize(
@@ -39,7 +41,7 @@ def normalize(
     Returns
     -------
     tuple
-        All but `interleaved`, the table contiguous float32 and the metadata contiguous int32.
+        All but `name`, the table contiguous float32 and the metadata contiguous int32.
 
     Raises
     ------
@@ -58,15 +60,22 @@ def normalize(
             boundaries.shape[0] - 1,
             "an entry for each sequence",
         )
-    if not isinstance(interleaved, bool):
+    if not isinstance(interleaved, int):
         raise TypeError(f"interleaved is of type {type(interleaved).__name__}; it must be a bool")
-    return (t, table, boundaries, starts, *check_context_parallel(cp_size, cp_rank))
+    ranks = check_context_parallel(cp_size, cp_rank)
+    return (t, table, boundaries, starts, bool(interleaved), *ranks)
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:
-    """Return `value` if it is a tensor."""
+    """Return `value` as a dense torch.Tensor if it is one."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is of type {type(value).__name__}; it must be a torch.Tensor")
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise _without_memory(name, value)
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        # A subclass may answer torch's functions in its own way: take it as what it is.
+        with torch._C.DisableTorchFunctionSubclass():
+            value = value.as_subclass(torch.Tensor)
     if value.layout != torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else value.layout
         raise TypeError(f"{name} is {kind}; it must be a dense (strided) tensor")
@@ -74,15 +83,19 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
 
 
 def check_memory(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` if its elements are in memory, those of lazily negated tensors written out."""
+    """Return `value` if its elements are in memory, those of a lazy tensor written out."""
     if value.is_neg() or value._is_zerotensor():
         return value.resolve_neg().clone()
     if value.numel() > 0 and value.data_ptr() == 0:
-        raise TypeError(
-            f"{name} is a {type(value).__name__} without memory of its own (fake, distributed, "
-            "quantised, ...); pass a plain tensor"
-        )
+        raise _without_memory(name, value)
     return value
+
+
+def _without_memory(name: str, value: torch.Tensor) -> TypeError:
+    return TypeError(
+        f"{name} is a {type(value).__name__} without memory of its own (fake, distributed, "
+        "quantised, ...); pass a plain tensor"
+    )
 
 
 def check_input(name: str, t: object) -> torch.Tensor:
@@ -92,6 +105,11 @@ def check_input(name: str, t: object) -> torch.Tensor:
         raise TypeError(f"{name} has dtype {t.dtype}; it must be float32, float16 or bfloat16")
     if t.dim() != 3:
         raise ValueError(f"{name} has shape {list(t.shape)}; it must be 3-D, [t, h, d]")
+    if max(t.shape[1:]) > _native.MAX_ROW_EXTENT:
+        raise ValueError(
+            f"{name} has shape {list(t.shape)}; h and d must each be at most "
+            f"{_native.MAX_ROW_EXTENT}"
+        )
     if t.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on device {t.device}; it must be on a CUDA device or the CPU")
     return check_memory(name, t)

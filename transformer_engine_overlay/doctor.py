@@ -91,6 +91,7 @@ def examine(timeout: float = te_probe.TIMEOUT) -> Report:
         gated += doctor_checks.check_signatures(probe, version)
         gated += doctor_checks.check_refusal(probe, has_problem(gated))
     findings += doctor_checks.check_path_variable(complaint)
+    findings += doctor_checks.check_dlpack_variable(os.environ.get("TE_OVERLAY_DLPACK"))
     findings += doctor_checks.check_activation(activation)
     findings += doctor_checks.check_status(status)
 

@@ -243,6 +243,14 @@ def check_path_variable(complaint: str) -> list[Finding]:
     return [Finding(PROBLEM, what, remedy)] if what else []
 
 
+def check_dlpack_variable(value: str | None) -> list[Finding]:
+    """Check the value of ``TE_OVERLAY_DLPACK``."""
+    if value in (None, "0", "1"):
+        return []
+    what = f"TE_OVERLAY_DLPACK is {value!r}; it must be 1, 0 or unset"
+    return [Finding(PROBLEM, what, "unset TE_OVERLAY_DLPACK")]
+
+
 def check_activation(hook: Activation) -> list[Finding]:
     """Check that ``TE_OVERLAY_ENABLE`` does what it says."""
     name = patching.ENABLE_VARIABLE

@@ -39,6 +39,7 @@ ACTIVATION_MODULE = "te_overlay_activate"
 class Installation:
     """TransformerEngine's functions, ours, and the switch between them."""
 
+    extension: ModuleType
     te_version: str
     originals: dict[str, Callable[..., torch.Tensor]]
     replacements: dict[str, Callable[..., torch.Tensor]]
@@ -109,9 +110,10 @@ def enable(*, strict: bool = False) -> bool:
     global _installation, _refusal
     with _lock:
         try:
-            if _installation is None:
+            loaded = sys.modules.get(gate.EXTENSION)
+            if _installation is None or _installation.extension is not loaded:
                 _installation = _install()
-            elif not _installation.state.active:
+            else:
                 _reactivate(_installation)
             _refusal = ""
         except OverlayError as error:
@@ -193,7 +195,10 @@ def status() -> Status:
     found.problem = installation.state.unsupported or "; ".join(
         f"{site} is {state}" for site, state in found.sites.items() if state != "routed"
     )
-    found.enabled = installation.state.active
+    found.enabled = installation.state.active and all(
+        getattr(installation.extension, name, None) is not installation.originals[name]
+        for name in FUNCTIONS
+    )
     return found
 
 
@@ -235,11 +240,11 @@ def _install() -> Installation:
         _describe_device(),
         describe_path_rule(),
     )
-    return Installation(version, originals, replacements, state)
+    return Installation(extension, version, originals, replacements, state)
 
 
 def _reactivate(installation: Installation) -> None:
-    """Switch on again what a foreign patch kept from being taken out, or what gave up."""
+    """Put ours back where the original is, and switch it on; refuse if it gave up before."""
     if installation.state.unsupported:
         raise OverlayError(installation.state.unsupported)
     installation.state.active = True

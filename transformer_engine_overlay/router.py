@@ -80,12 +80,17 @@ def make_routed(
             _native.count_passed_through()
             return original(*args)
         t, freqs, start_positions, _, interleaved, cu_seqlens, cp_size, cp_rank = args
-        return rotate_checked(
-            name,
-            *(t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank),
-            transpose,
-            routed=True,
-        )
+        try:
+            return rotate_checked(
+                name,
+                *(t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank),
+                transpose,
+                routed=True,
+            )
+        except _native.UnsupportedDeviceError as error:
+            state.give_up(str(error))
+        _native.count_passed_through()
+        return original(*args)
 
     return _native.make_routed(
         original, prepare, state.give_up, thd_format, state.switch, transpose
@@ -120,7 +125,14 @@ def is_left_to_stock(
     assert isinstance(t, torch.Tensor)
     assert isinstance(freqs, torch.Tensor)
     assert isinstance(cu_seqlens, torch.Tensor)
-    not_covered = t.dtype not in checks.DTYPES
+    assert isinstance(cp_size, int)
+    assert isinstance(cp_rank, int)
+    not_covered = (
+        t.dtype not in checks.DTYPES
+        or max(t.shape[1:], default=0) > _native.MAX_ROW_EXTENT
+        or (cp_size == 1 and cp_rank != 0)  # TransformerEngine does not look at the rank then
+        or not all(-(2**31) <= x < 2**31 for x in (cp_size, cp_rank))
+    )
     refused = (
         t.dim() != 3
         or freqs.dim() != 4

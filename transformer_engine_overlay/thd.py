@@ -130,7 +130,7 @@ def rotate_checked(
         False,
     )
     if output is None:  # not plain: it has to be converted, or refused
-        t, freqs, cu_seqlens, start_positions, cp_size, cp_rank = checks.normalize(
+        t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank = checks.normalize(
             name, t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank
         )
         output = _native.rotate(

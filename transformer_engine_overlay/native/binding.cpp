@@ -131,6 +131,7 @@ NB_MODULE(_native, m) {
   m.attr("LEGACY_GRID") = static_cast<int>(Path::kLegacyGrid);
   m.attr("TOKEN_LINEAR") = static_cast<int>(Path::kTokenLinear);
   m.attr("AUTOMATIC") = static_cast<int>(PathRequest::kAutomatic);
+  m.attr("MAX_ROW_EXTENT") = kMaxRowExtent;
   m.attr("WITH_CUDA") = static_cast<bool>(TE_OVERLAY_WITH_CUDA);
   m.attr("CUDA_ARCHS") = built_chips();
 }

@@ -15,7 +15,8 @@
 namespace transformer_engine {
 namespace thd_rope {
 
-// Index arithmetic inside of a row is 32-bit; between rows and heads it is 64-bit.
+// Index arithmetic inside of a row is 32-bit; between rows and heads it is 64-bit. The limit of h,
+// d.
 constexpr int64_t kMaxRowExtent = 1 << 24;
 
 // What ran, for tests and status reports; both backends together.

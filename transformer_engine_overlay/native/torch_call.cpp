@@ -24,7 +24,7 @@ bool read_metadata(nb::handle value, int32_t device, int64_t min_entries, const 
   }
   *entries = view.shape[0];
   *address = static_cast<const int32_t *>(view.data);
-  return *entries == 0 || *address != nullptr;
+  return view.has_memory();
 }
 
 bool read_ranks(const TorchCall &arguments, PackedBatch *batch) {
@@ -52,24 +52,19 @@ bool read_table(nb::handle value, int32_t device, int64_t head_dim, ThdRopeParam
   params->freqs = static_cast<const float *>(view.data);
   params->rotary_dim = static_cast<int32_t>(view.shape[3]);
   params->batch.table_rows = view.shape[0];
-  return view.numel() == 0 || view.data != nullptr;
+  return view.has_memory();
 }
 
 // Fills in the parameters, all but the output, and the view of t; false if the call is not plain.
 bool read_call(const TorchCall &arguments, ThdRopeParams *params, TensorView *view) {
   TensorView &t = *view;
-  if (!view_tensor(arguments.t, &t) || t.ndim != 3 || t.dtype > ViewType::kBFloat16 ||
-      t.device == kOtherDevice || is_negated(arguments.t) ||
+  if (!view_tensor(arguments.t, &t) || !is_plain_type(arguments.t) || t.ndim != 3 ||
+      t.dtype > ViewType::kBFloat16 || t.device == kOtherDevice || is_negated(arguments.t) ||
       !PyBool_Check(arguments.interleaved.ptr())) {
     return false;
   }
   // Elements without memory: a fake tensor, or a wrapper around others.
-  if (t.numel() > 0 && t.data == nullptr) return false;
-  if (t.shape[1] > kMaxRowExtent || t.shape[2] > kMaxRowExtent) {
-    throw std::invalid_argument("h is " + std::to_string(t.shape[1]) + " and d is " +
-                                std::to_string(t.shape[2]) + "; each must be at most " +
-                                std::to_string(kMaxRowExtent));
-  }
+  if (!t.has_memory() || t.shape[1] > kMaxRowExtent || t.shape[2] > kMaxRowExtent) return false;
   PackedBatch *batch = &params->batch;
   int64_t entries = 0, starts = 0;
   if (!read_table(arguments.freqs, t.device, t.shape[2], params) ||
@@ -105,9 +100,8 @@ nb::object rotate_plain_on(const TorchCall &arguments, PathRequest request) {
     if (arguments.prepared) throw;
     return nb::none();
   }
-  nb::object output = empty_like(arguments.t, t.is_contiguous());
   TensorView view;
-  view_tensor(output, &view);
+  nb::object output = empty_like(arguments.t, t, &view);
   params.output = view.data;
   const Target target = t.device == kCpuDevice ? Target{kCpuDevice, 0, num_cpu_threads()}
                                                : Target{t.device, current_stream(t.device), 0};
@@ -143,6 +137,7 @@ nb::object pass_through(const Routed &routed, PyObject *const *arguments, Py_ssi
 
 bool is_thd(const Routed &routed, PyObject *format) {
   if (format == routed.thd_format.ptr()) return true;  // as TransformerEngine passes it
+  if (Py_TYPE(format) != Py_TYPE(routed.thd_format.ptr())) return false;
   const int equal = PyObject_RichCompareBool(format, routed.thd_format.ptr(), Py_EQ);
   if (equal < 0) nb::raise_python_error();
   return equal != 0;
@@ -204,7 +199,8 @@ nb::object make_routed(nb::object original, nb::object prepare, nb::object give_
                         METH_FASTCALL | METH_KEYWORDS, routed->doc.c_str()};
   const nb::object self = nb::steal(PyCapsule_New(routed, nullptr, nullptr));
   if (!self.is_valid()) nb::raise_python_error();
-  PyObject *const function = PyCFunction_New(&routed->definition, self.ptr());
+  const nb::object module = original.attr("__module__");
+  PyObject *const function = PyCFunction_NewEx(&routed->definition, self.ptr(), module.ptr());
   if (function == nullptr) nb::raise_python_error();
   return nb::steal(function);
 }

@@ -2,6 +2,7 @@
 
 #include "torch_view.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -44,6 +45,7 @@ constexpr uint8_t kDlInt = 0, kDlFloat = 2, kDlBFloat = 4;
 struct Torch {
   nb::object module = nb::module_::import_("torch");
   nb::object tensor_type = module.attr("Tensor");
+  nb::object parameter_type = module.attr("nn").attr("Parameter");
   nb::object contiguous_format = module.attr("contiguous_format");
   // by ViewType
   nb::object dtypes[4] = {module.attr("float32"), module.attr("float16"), module.attr("bfloat16"),
@@ -198,6 +200,11 @@ bool view_tensor(nb::handle object, TensorView *view) {
                                      : view_by_attributes(object, view);
 }
 
+bool is_plain_type(nb::handle tensor) {
+  const nb::handle type = tensor.type();
+  return type.is(torch().tensor_type) || type.is(torch().parameter_type);
+}
+
 bool is_negated(nb::handle tensor) { return is_true(call(tensor, torch().is_neg)); }
 
 uintptr_t current_stream(int32_t device) {
@@ -213,12 +220,28 @@ uintptr_t current_stream(int32_t device) {
   return to_address(raw ? stream : get(stream, torch().cuda_stream));
 }
 
-nb::object empty_like(nb::handle t, bool is_contiguous) {
+nb::object empty_like(nb::handle t, const TensorView &like, TensorView *view) {
   const nb::object function = get(torch().module, torch().empty_like);
+  const bool is_contiguous = like.strides[2] == 1 && like.strides[1] == like.shape[2] &&
+                             like.strides[0] == like.shape[1] * like.shape[2];
   PyObject *const arguments[] = {t.ptr(), torch().contiguous_format.ptr()};
   // A contiguous tensor's likeness is contiguous, and asking for it by name costs time.
   PyObject *const names = is_contiguous ? nullptr : torch().empty_like_names.ptr();
-  return steal_checked(PyObject_Vectorcall(function.ptr(), arguments, 1, names));
+  nb::object output = steal_checked(PyObject_Vectorcall(function.ptr(), arguments, 1, names));
+  bool is_shown = false;
+  try {
+    is_shown = view_tensor(output, view);
+  } catch (const nb::python_error &) {  // a meta tensor, for one
+  }
+  if (!is_shown || view->ndim != like.ndim || view->dtype != like.dtype ||
+      view->device != like.device || !std::equal(like.shape, like.shape + like.ndim, view->shape) ||
+      !view->is_contiguous() || !view->has_memory()) {
+    throw std::runtime_error(
+        "torch.empty_like gave no plain tensor like its input; a torch mode (fake tensors, "
+        "tracing) "
+        "or a patch of torch is in the way");
+  }
+  return output;
 }
 
 int num_cpu_threads() {

@@ -30,11 +30,16 @@ struct TensorView {
 
   int64_t numel() const;
   bool is_contiguous() const;
+  bool has_memory() const { return numel() == 0 || data != nullptr; }
 };
 
 // False if `object` is no tensor or has more than four dimensions. Throws what torch raises for a
 // tensor that has no strides or no memory to show.
 bool view_tensor(nanobind::handle object, TensorView *view);
+
+// Whether the type is torch.Tensor or Parameter itself. A subclass may answer torch's functions in
+// its own way.
+bool is_plain_type(nanobind::handle tensor);
 
 // Whether the values are the negated ones of those in memory.
 bool is_negated(nanobind::handle tensor);
@@ -42,8 +47,9 @@ bool is_negated(nanobind::handle tensor);
 // torch's current stream of a CUDA device.
 uintptr_t current_stream(int32_t device);
 
-// A new contiguous tensor of the shape, dtype and device of `t`.
-nanobind::object empty_like(nanobind::handle t, bool is_contiguous);
+// A new contiguous tensor of the shape, dtype and device of `t`, whose view is `like`; its own view
+// goes to `view`. Throws if torch, in one of its modes, gives something else.
+nanobind::object empty_like(nanobind::handle t, const TensorView &like, TensorView *view);
 
 int num_cpu_threads();
 
