@@ -32,7 +32,9 @@ def markdown_table(path: Path) -> str:
 
 
 def readable(text: str) -> str:
-    return f"{int(text):,}" if text.isdigit() else text
+    if text.isdigit():
+        return f"{int(text):,}"
+    return f"{float(text):.4g}" if re.fullmatch(r"-?\d*\.\d+(e-\d+)?", text) else text
 
 
 def with_tables(text: str) -> str:
