@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from stub_fixtures import stub, te  # noqa: F401 (fixtures of all test files)
 
 from transformer_engine_overlay import _native, path_counts
 from transformer_engine_overlay.verify import same_bits

@@ -7,72 +7,16 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from packed import boundaries, randn, random_table
-from te_stub import BACKWARD_OLD, FORWARD, FORWARD_NEW, write_stub
+from stub_fixtures import NAMES, expected, forget_te, thd_arguments
 
 import transformer_engine_overlay as overlay
-from transformer_engine_overlay import _native, gate, patching
-from transformer_engine_overlay.thd import rotate_thd
+from transformer_engine_overlay import _native, patching
 from transformer_engine_overlay.verify import same_bits
-
-NAMES = ("fused_rope_forward", "fused_rope_backward")
-
-
-def te_modules() -> list[str]:
-    roots = {"transformer_engine", "transformer_engine_torch"}
-    return [name for name in sys.modules if name.partition(".")[0] in roots]
-
-
-def forget_te() -> None:
-    for name in te_modules():
-        del sys.modules[name]
-
-
-@pytest.fixture
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Put a stub TransformerEngine on the path; each test starts and ends without one imported."""
-    saved = {name: sys.modules[name] for name in te_modules()}
-    forget_te()
-    monkeypatch.setattr(_native, "WITH_CUDA", True)
-    monkeypatch.setattr(_native, "cuda_versions", lambda: (0, 13000))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield lambda **options: write_stub(tmp_path, **options) and importlib.invalidate_caches()
-    overlay.disable()
-    patching._installation = None
-    forget_te()
-    sys.modules.update(saved)
-
-
-@pytest.fixture
-def te(stub: Callable[..., None]) -> ModuleType:
-    stub()
-    return importlib.import_module("transformer_engine.pytorch")
-
-
-def thd_arguments() -> tuple[Any, ...]:
-    tex = sys.modules["transformer_engine_torch"]
-    return (
-        randn(8, 2, 8),
-        random_table(16, 8),
-        None,
-        tex.NVTE_QKV_Format.NVTE_THD,
-        False,
-        boundaries([0, 3, 8]),
-        1,
-        0,
-    )
-
-
-def expected(transpose: bool = False) -> torch.Tensor:
-    t, freqs, starts, _, interleaved, cu, cp_size, cp_rank = thd_arguments()
-    return rotate_thd(t, freqs, cu, starts, interleaved, cp_size, cp_rank, transpose)
 
 
 class TestEnable:
@@ -313,115 +257,6 @@ class TestForeignPatch:
         tex.fused_rope_forward = ours  # the foreign patch is taken out
         overlay.disable()
         assert all(getattr(tex, name) is originals[name] for name in NAMES)
-
-
-class TestGate:
-    @pytest.mark.parametrize("version", ["2.10.0", "2.12.1", "2.18.0+cu13.abc", "2.20.2"])
-    @pytest.mark.parametrize("signature", [FORWARD, FORWARD_NEW])
-    def test_listed_versions_are_enabled_without_a_word(
-        self,
-        stub: Callable[..., None],
-        version: str,
-        signature: str,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        stub(version=version, forward=signature, backward=signature)
-        assert overlay.enable(strict=True)
-        assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-        assert overlay.status().te_version == version
-
-    @pytest.mark.parametrize("version", ["2.21.0", "3.0.0.dev1"])
-    def test_newer_versions_are_enabled_with_one_warning(
-        self, stub: Callable[..., None], version: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        stub(version=version)
-        assert overlay.enable(strict=True)
-        (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-        assert f"TransformerEngine {version} is not among the listed releases" in warning
-
-    @pytest.mark.parametrize("version", ["1.13.0", "2.0.0", "2.2.0", "2.9.1"])
-    def test_older_versions_are_refused(
-        self, stub: Callable[..., None], version: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        stub(version=version)
-        assert not overlay.enable()
-        assert f"TransformerEngine {version} is older than 2.10" in caplog.text
-        assert not overlay.status().enabled
-        te = sys.modules["transformer_engine.pytorch"]
-        with pytest.raises(sys.modules["transformer_engine_torch"].OriginalCalled):
-            te.forward(*thd_arguments())
-        with pytest.raises(overlay.OverlayError, match="is older than"):
-            overlay.enable(strict=True)
-
-    def test_unknown_signature_is_refused(self, stub: Callable[..., None]) -> None:
-        stub(version="2.18.0", backward=BACKWARD_OLD)
-        message = r"fused_rope_backward of TransformerEngine 2.18.0 takes \(tensor, tensor, format"
-        with pytest.raises(overlay.OverlayError, match=message):
-            overlay.enable(strict=True)
-        tex = sys.modules["transformer_engine_torch"]
-        with pytest.raises(tex.OriginalCalled):  # forward fits, and was not rebound all the same
-            tex.fused_rope_forward(*thd_arguments())
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_missing_function_is_refused(self, te: ModuleType, name: str) -> None:
-        delattr(sys.modules["transformer_engine_torch"], name)
-        with pytest.raises(
-            overlay.OverlayError, match=f"there is no transformer_engine_torch.{name}"
-        ):
-            overlay.enable(strict=True)
-
-    def test_missing_format_is_refused(self, te: ModuleType) -> None:
-        del sys.modules["transformer_engine_torch"].NVTE_QKV_Format
-        with pytest.raises(overlay.OverlayError, match="NVTE_QKV_Format"):
-            overlay.enable(strict=True)
-
-    def test_without_te(self, stub: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
-        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-        assert not overlay.enable()
-        assert "cannot be imported" in caplog.text
-        with pytest.raises(
-            overlay.OverlayError, match=r"pip install .*transformer-engine\[pytorch\]"
-        ):
-            overlay.enable(strict=True)
-        del sys.modules["transformer_engine"]
-
-    def test_broken_te_is_named(self, stub: Callable[..., None], tmp_path: Path) -> None:
-        stub()
-        file = tmp_path / "transformer_engine" / "pytorch" / "__init__.py"
-        file.write_text("raise OSError('undefined symbol: nvte_something')\n")
-        with pytest.raises(overlay.OverlayError, match="OSError: undefined symbol: nvte_something"):
-            overlay.enable(strict=True)
-
-    def test_build_without_cuda_is_refused(
-        self, te: ModuleType, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(_native, "WITH_CUDA", False)
-        with pytest.raises(overlay.OverlayError, match="built without CUDA"):
-            overlay.enable(strict=True)
-
-    def test_old_driver_is_refused(self, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_native, "cuda_versions", lambda: (12080, 13000))
-        with pytest.raises(overlay.OverlayError, match=r"driver supports CUDA up to 12.8"):
-            overlay.enable(strict=True)
-
-    @pytest.mark.parametrize(
-        ("doc", "kinds"),
-        [
-            ("f" + FORWARD, gate.SIGNATURE),
-            ("f" + FORWARD_NEW, gate.SIGNATURE),
-            ("f" + BACKWARD_OLD, gate.SIGNATURE[:2] + gate.SIGNATURE[3:]),
-            ("f(x: list[int], y: dict[str, int]) -> None", ("list[int]", "int")),
-            ("f() -> None", ()),
-            ("Just words.", None),
-            ("", None),
-            (None, None),
-        ],
-    )
-    def test_signature_kinds(self, doc: str | None, kinds: tuple[str, ...] | None) -> None:
-        def function() -> None: ...
-
-        function.__doc__ = doc
-        assert gate.signature_kinds(function) == kinds
 
 
 class TestStatus:
