@@ -371,7 +371,9 @@ def append(table: Path, facts: dict[str, str], rows: list[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("library", help="shared object, wheel, or NAME==VERSION to download")
+    parser.add_argument(
+        "binary", metavar="LIBRARY", help="shared object, wheel, or NAME==VERSION to download"
+    )
     parser.add_argument("--label", help="name of the library in the table (default: as given)")
     parser.add_argument("--append", type=Path, metavar="CSV", help="table to write the rows into")
     parser.add_argument("--cuobjdump", default=find_tool("cuobjdump"))
@@ -381,9 +383,9 @@ def main() -> int:
     if None in (arguments.cuobjdump, *tools):
         parser.error("needs cuobjdump and nvdisasm: pip install nvidia-cuda-{cuobjdump,nvdisasm}")
     with tempfile.TemporaryDirectory() as folder:
-        path = shared_object(arguments.library, Path(folder))
+        path = shared_object(arguments.binary, Path(folder))
         rows, ptx = analyse(path, arguments.cuobjdump, tools)
-    label = arguments.label or arguments.library
+    label = arguments.label or arguments.binary
     for row in rows:
         row["library"] = label
         print(*(row[name] for name in COLUMNS), sep=",")

@@ -215,3 +215,17 @@ def test_isolated_mode_in_an_environment_still_enables(stub: Path) -> None:
     done = run(code, stub, "-I")
     assert ("main enabled" in done.stdout) == ("hook ran" in done.stdout)
     assert "main enabled" in done.stdout or "hook did not run" in done.stdout
+
+
+def test_torchrun_workers(stub: Path) -> None:
+    code = (
+        "import os\npretend()\nimport transformer_engine.pytorch\n"
+        "from transformer_engine_overlay import status\n"
+        "file = os.path.join(os.path.dirname(__file__), 'rank' + os.environ['RANK'])\n"
+        "open(file, 'w').write(f'{status().enabled} {status().activation}')\n"
+    )
+    done = run(code, stub, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    for rank in range(2):
+        report = (stub / f"rank{rank}").read_text()
+        assert report == "True TE_OVERLAY_ENABLE=1, and the start-up hook ran", done.stdout
+    assert "LOCAL_RANK 1" in done.stdout  # in the line that each process logs

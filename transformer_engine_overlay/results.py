@@ -17,7 +17,7 @@ def command_line() -> str:
 
 
 def flatten(row: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Join the keys of nested mappings by ``_``; round floats to nanoseconds' worth of digits."""
+    """Join the keys of nested mappings by ``_``; round floats to six decimals."""
     flat: dict[str, object] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
