@@ -10,6 +10,7 @@ LEGACY_GRID: int
 TOKEN_LINEAR: int
 AUTOMATIC: int
 MAX_ROW_EXTENT: int
+MAX_SEQUENCES: int
 WITH_CUDA: bool
 CUDA_ARCHS: str
 
@@ -47,6 +48,16 @@ def path_counts() -> dict[str, dict[str, int]]: ...
 def path_request() -> int: ...
 def choose_path(
     value: str | None, table_rows: int, num_sequences: int, num_tokens: int, cp_size: int
+) -> int: ...
+def body_counts() -> dict[str, int]: ...
+def choose_body(
+    dtype: int,
+    interleaved: bool,
+    num_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    strides: tuple[int, int, int],
+    addresses: tuple[int, int, int],
 ) -> int: ...
 def locate_tokens(
     cu_seqlens: int,

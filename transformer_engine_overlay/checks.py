@@ -51,6 +51,11 @@ def normalize(
     t = check_input(name, t)
     table = check_table(freqs, t)
     boundaries = check_metadata("cu_seqlens", cu_seqlens, t, 1, "b + 1 entries")
+    if boundaries.shape[0] > _native.MAX_SEQUENCES:
+        raise ValueError(
+            f"cu_seqlens has {boundaries.shape[0]} entries; it must have at most "
+            f"{_native.MAX_SEQUENCES}: split the batch"
+        )
     starts = None
     if start_positions is not None:
         starts = check_metadata(

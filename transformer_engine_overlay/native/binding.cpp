@@ -3,16 +3,19 @@
 // The Python module. It only exports.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "backend.h"
 #include "calls.h"
+#include "fused_rope/thd_plan.h"
 #include "torch_call.h"
 
 namespace nb = nanobind;
@@ -42,22 +45,51 @@ nb::dict path_counts() {
   return counts;
 }
 
+// Token-linear calls on a GPU by the body that ran, for tests that force one.
+nb::dict body_counts() {
+  nb::dict counts;
+  const char *const names[] = {"scalar", "narrow2", "narrow4", "wide32", "wide64"};
+  for (int body = 0; body < 5; ++body) {
+    counts[names[body]] = counters().bodies[body].load(std::memory_order_relaxed);
+  }
+  return counts;
+}
+
 // The rule alone, for its table of tests.
 int choose_path_for(const std::optional<std::string> &value, int64_t table_rows,
-                    int64_t num_sequences, int64_t num_tokens, int32_t cp_size) {
-  const PackedBatch batch{nullptr, nullptr, num_sequences, table_rows, cp_size, 0};
+                    int32_t num_sequences, int64_t num_tokens, int32_t cp_size) {
+  const PackedBatch batch{nullptr, nullptr, table_rows, num_sequences, cp_size, 0};
   return static_cast<int>(choose_path(checked_request(value), batch, num_tokens));
+}
+
+// The body alone, for its table of tests. Addresses are only looked at for their alignment.
+int choose_body_for(int dtype, bool interleaved, int32_t num_heads, int32_t head_dim,
+                    int32_t rotary_dim, const std::array<int64_t, 3> &strides,
+                    const std::array<uintptr_t, 3> &addresses) {
+  ThdRopeParams params{};
+  params.input = reinterpret_cast<const void *>(addresses[0]);
+  params.output = reinterpret_cast<void *>(addresses[1]);
+  params.freqs = reinterpret_cast<const float *>(addresses[2]);
+  params.stride_t = strides[0];
+  params.stride_h = strides[1];
+  params.stride_d = strides[2];
+  params.num_heads = num_heads;
+  params.head_dim = head_dim;
+  params.rotary_dim = rotary_dim;
+  params.dtype = static_cast<DataType>(dtype);
+  params.interleaved = interleaved;
+  return static_cast<int>(choose_body(params));
 }
 
 // Owner and table row of each local token, written to int64 arrays on the host. `warp_wide`
 // searches as a warp does, its lanes one after the other.
-void locate_tokens(uintptr_t cu_seqlens, uintptr_t start_positions, int64_t num_sequences,
+void locate_tokens(uintptr_t cu_seqlens, uintptr_t start_positions, int32_t num_sequences,
                    int64_t table_rows, int32_t cp_size, int32_t cp_rank, int64_t num_tokens,
                    bool warp_wide, uintptr_t sequences, uintptr_t rows) {
   const PackedBatch batch{reinterpret_cast<const int32_t *>(cu_seqlens),
                           reinterpret_cast<const int32_t *>(start_positions),
-                          num_sequences,
                           table_rows,
+                          num_sequences,
                           cp_size,
                           cp_rank};
   for (int64_t token = 0; token < num_tokens; ++token) {
@@ -121,6 +153,10 @@ NB_MODULE(_native, m) {
   m.def("path_request", [] { return static_cast<int>(request_from_environment()); });
   m.def("choose_path", &choose_path_for, nb::arg("value").none(), nb::arg("table_rows"),
         nb::arg("num_sequences"), nb::arg("num_tokens"), nb::arg("cp_size"));
+  m.def("body_counts", &body_counts);
+  m.def("choose_body", &choose_body_for, nb::arg("dtype"), nb::arg("interleaved"),
+        nb::arg("num_heads"), nb::arg("head_dim"), nb::arg("rotary_dim"), nb::arg("strides"),
+        nb::arg("addresses"));
   m.def("locate_tokens", &locate_tokens);
   m.def("cuda_versions", [] {
     const CudaVersions versions = cuda_versions();
@@ -132,6 +168,7 @@ NB_MODULE(_native, m) {
   m.attr("TOKEN_LINEAR") = static_cast<int>(Path::kTokenLinear);
   m.attr("AUTOMATIC") = static_cast<int>(PathRequest::kAutomatic);
   m.attr("MAX_ROW_EXTENT") = kMaxRowExtent;
+  m.attr("MAX_SEQUENCES") = kMaxSequences;
   m.attr("WITH_CUDA") = static_cast<bool>(TE_OVERLAY_WITH_CUDA);
   m.attr("CUDA_ARCHS") = built_chips();
 }

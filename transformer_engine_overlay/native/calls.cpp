@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#include "fused_rope/thd_plan.h"
+
 namespace transformer_engine {
 namespace thd_rope {
 
@@ -43,6 +45,10 @@ void run_call(const ThdRopeParams &params, PathRequest request, const Target &ta
   PathCounter &counter = counters().paths[static_cast<int>(path)];
   counter.calls.fetch_add(1, std::memory_order_relaxed);
   counter.blocks.fetch_add(blocks, std::memory_order_relaxed);
+  if (path == Path::kTokenLinear && target.device >= 0) {
+    const int body = static_cast<int>(choose_body(params));
+    counters().bodies[body].fetch_add(1, std::memory_order_relaxed);
+  }
   if (routed) counter.routed.fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -28,6 +28,7 @@ struct PathCounter {
 
 struct Counters {
   PathCounter paths[2];                    // by Path
+  std::atomic<int64_t> bodies[5]{};        // token-linear calls on a GPU, by Body
   std::atomic<int64_t> passed_through{0};  // calls that went on to TransformerEngine's function
 };
 Counters &counters();

@@ -74,7 +74,7 @@ int64_t run_on_cuda(const ThdRopeParams &params, Path path, int device, uintptr_
   if (!complaint.empty()) throw UnsupportedDevice(complaint);
   const bool token_linear = path == Path::kTokenLinear;
   const int64_t blocks =
-      token_linear ? token_linear_grid_blocks(params.num_tokens) : legacy_grid_blocks(params.batch);
+      token_linear ? token_linear_grid_blocks(params) : legacy_grid_blocks(params.batch);
   if (blocks > kMaxGridBlocks) {
     throw std::invalid_argument(
         std::string(token_linear ? "the token-linear grid" : "the legacy grid") + " would be " +

@@ -6,8 +6,8 @@
 #ifndef TRANSFORMER_ENGINE_OVERLAY_NATIVE_LEGACY_GRID_CUH_
 #define TRANSFORMER_ENGINE_OVERLAY_NATIVE_LEGACY_GRID_CUH_
 
-#include "fused_rope/thd_kernels.cuh"
 #include "fused_rope/thd_launch.cuh"
+#include "fused_rope/thd_scalar_kernel.cuh"
 
 namespace transformer_engine {
 namespace thd_rope {
@@ -41,7 +41,8 @@ struct LegacyGridKernels {
 };
 
 inline cudaError_t launch_legacy_grid(const ThdRopeParams &params, cudaStream_t stream) {
-  return launch_thd_rope<LegacyGridKernels>(params, legacy_grid_blocks(params.batch), stream);
+  return launch_thd_rope<LegacyGridKernels>(
+      params, {legacy_grid_blocks(params.batch), kBlockSize, 0}, stream);
 }
 
 }  // namespace thd_rope

@@ -71,7 +71,8 @@ bool read_call(const TorchCall &arguments, ThdRopeParams *params, TensorView *vi
       !read_metadata(arguments.cu_seqlens, t.device, 1, &batch->cu_seqlens, &entries)) {
     return false;
   }
-  batch->num_sequences = entries - 1;
+  if (entries > kMaxSequences) return false;
+  batch->num_sequences = static_cast<int32_t>(entries - 1);
   if (!arguments.start_positions.is_none() &&
       !read_metadata(arguments.start_positions, t.device, batch->num_sequences,
                      &batch->start_positions, &starts)) {

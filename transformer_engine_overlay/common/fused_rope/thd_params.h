@@ -48,6 +48,9 @@ enum class PathRequest : int32_t {
 
 constexpr const char *kPathVariable = "NVTE_FUSED_ROPE_THD_TOKEN_LINEAR";
 
+// The search for a sequence counts in 32 bits, with room for the ends of 32 parts.
+constexpr int64_t kMaxSequences = 1 << 30;
+
 // CUDA's limit for gridDim.x.
 constexpr int64_t kMaxGridBlocks = 2147483647;
 

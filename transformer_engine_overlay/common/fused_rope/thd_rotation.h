@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "thd_token_map.h"
 
@@ -71,15 +72,30 @@ THD_ROPE_HOST_DEVICE void sine_cosine(float angle, float *sine, float *cosine) {
 #endif
 }
 
+THD_ROPE_HOST_DEVICE bool same_bits(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(a) == __float_as_uint(b);
+#else
+  return std::memcmp(&a, &b, sizeof(a)) == 0;
+#endif
+}
+
+// Angles of a pair from its two table entries. Nearly all tables repeat an entry for the second
+// element; then its sine and cosine are those of the first. By bits, not by value: -0.0 equals 0.0.
+THD_ROPE_HOST_DEVICE PairAngles pair_angles(float first, float second) {
+  PairAngles a;
+  sine_cosine(first, &a.sin_first, &a.cos_first);
+  a.sin_second = a.sin_first;
+  a.cos_second = a.cos_first;
+  if (!same_bits(first, second)) sine_cosine(second, &a.sin_second, &a.cos_second);
+  return a;
+}
+
 template <bool kInterleaved>
 THD_ROPE_HOST_DEVICE PairAngles load_pair_angles(const float *table_row, int32_t pair,
                                                  int32_t rotary_dim) {
   const int32_t first = first_of_pair<kInterleaved>(pair);
-  PairAngles a;
-  sine_cosine(table_row[first], &a.sin_first, &a.cos_first);
-  sine_cosine(table_row[first + pair_distance<kInterleaved>(rotary_dim)], &a.sin_second,
-              &a.cos_second);
-  return a;
+  return pair_angles(table_row[first], table_row[first + pair_distance<kInterleaved>(rotary_dim)]);
 }
 
 }  // namespace thd_rope

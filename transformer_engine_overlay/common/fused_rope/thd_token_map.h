@@ -27,8 +27,8 @@ namespace thd_rope {
 struct PackedBatch {
   const int32_t *cu_seqlens;       // [num_sequences + 1], global boundaries
   const int32_t *start_positions;  // [num_sequences], or nullptr for zeros
-  int64_t num_sequences;
-  int64_t table_rows;  // rows of the angle table
+  int64_t table_rows;              // rows of the angle table
+  int32_t num_sequences;
   int32_t cp_size;
   int32_t cp_rank;
 };
@@ -44,7 +44,7 @@ constexpr int64_t kNoTableRow = -1;
 
 // The local row at which sequence `i` begins; for i == num_sequences, the first tail row.
 THD_ROPE_HOST_DEVICE int64_t local_boundary(const PackedBatch &batch, int64_t i) {
-  return batch.cu_seqlens[i] / batch.cp_size;
+  return batch.cp_size == 1 ? batch.cu_seqlens[i] : batch.cu_seqlens[i] / batch.cp_size;
 }
 
 THD_ROPE_HOST_DEVICE LocalRows local_rows(const PackedBatch &batch, int64_t sequence) {
@@ -77,26 +77,33 @@ THD_ROPE_HOST_DEVICE int64_t table_row(const PackedBatch &batch, int64_t token, 
 // of the boundaries, is what later code leans on: with boundaries that decrease somewhere, the
 // sequence that is found still holds the token, though the width of the search may decide which.
 struct SequenceSearch {
-  int64_t low;
-  int64_t high;
+  int32_t low;
+  int32_t high;
 };
 
-THD_ROPE_HOST_DEVICE int64_t search_step(const SequenceSearch &search, int lanes) {
-  return (search.high - search.low + lanes - 1) / lanes;
+// local_boundary(i) > token is the same as cu_seqlens[i] > last_before(token): no division.
+THD_ROPE_HOST_DEVICE int32_t last_before(const PackedBatch &batch, int64_t token) {
+  const int64_t last = (token + 1) * batch.cp_size - 1;
+  return static_cast<int32_t>(last < INT32_MAX ? last : INT32_MAX);
+}
+
+THD_ROPE_HOST_DEVICE int32_t search_step(const SequenceSearch &search, int lanes) {
+  return static_cast<int32_t>(static_cast<uint32_t>(search.high - search.low + lanes - 1) / lanes);
 }
 
 // Whether the part of lane `lane` ends beyond the token. True for the last lane, always.
 THD_ROPE_HOST_DEVICE bool ends_beyond(const PackedBatch &batch, const SequenceSearch &search,
-                                      int64_t step, int lane, int64_t token) {
-  const int64_t end = search.low + (lane + 1) * step;
-  return end >= search.high || local_boundary(batch, end) > token;
+                                      int32_t step, int lane, int32_t last) {
+  const int32_t end = search.low + (lane + 1) * step;
+  const int32_t boundary = batch.cu_seqlens[end < search.high ? end : search.high];
+  return end >= search.high || boundary > last;
 }
 
 // The part of the first lane that ends beyond the token. The first, not a count of lanes: with
 // boundaries that decrease, lanes behind it may disagree.
-THD_ROPE_HOST_DEVICE SequenceSearch part_of_lane(const SequenceSearch &search, int64_t step,
+THD_ROPE_HOST_DEVICE SequenceSearch part_of_lane(const SequenceSearch &search, int32_t step,
                                                  int lane) {
-  const int64_t end = search.low + (lane + 1) * step;
+  const int32_t end = search.low + (lane + 1) * step;
   return {search.low + lane * step, end < search.high ? end : search.high};
 }
 
@@ -104,30 +111,82 @@ THD_ROPE_HOST_DEVICE SequenceSearch part_of_lane(const SequenceSearch &search, i
 // one. Needs num_sequences >= 1. A token before the first boundary or a tail row yields a sequence
 // that does not hold it, which table_row() reports. With 2 lanes it is a binary search.
 template <int kLanes = 2>
-THD_ROPE_HOST_DEVICE int64_t find_sequence(const PackedBatch &batch, int64_t token) {
+THD_ROPE_HOST_DEVICE int32_t find_sequence(const PackedBatch &batch, int64_t token) {
+  const int32_t last = last_before(batch, token);
   SequenceSearch search{0, batch.num_sequences};
   while (search.high - search.low > 1) {
-    const int64_t step = search_step(search, kLanes);
+    const int32_t step = search_step(search, kLanes);
     int lane = 0;
-    while (!ends_beyond(batch, search, step, lane, token)) ++lane;
+    while (!ends_beyond(batch, search, step, lane, last)) ++lane;
     search = part_of_lane(search, step, lane);
   }
   return search.low;
 }
 
 #if defined(__CUDACC__)
-// The same with the lanes of a warp side by side: 3 rounds for 30,000 sequences. All 32 lanes must
-// call it with the same token; all get the result.
-__device__ __forceinline__ int64_t find_sequence_warp(const PackedBatch &batch, int64_t token) {
-  constexpr int kLanes = 32;
-  const int lane = threadIdx.x % kLanes;
-  SequenceSearch search{0, batch.num_sequences};
-  while (search.high - search.low > 1) {
-    const int64_t step = search_step(search, kLanes);
-    const bool beyond = ends_beyond(batch, search, step, lane, token);
-    search = part_of_lane(search, step, __ffs(__ballot_sync(0xffffffffu, beyond)) - 1);
-  }
+constexpr int kWarpSize = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// One round of the search with the lanes of a warp side by side.
+__device__ __forceinline__ SequenceSearch narrow_by_warp(const PackedBatch &batch,
+                                                         const SequenceSearch &search,
+                                                         int32_t last) {
+  const int32_t step = search_step(search, kWarpSize);
+  const bool beyond = ends_beyond(batch, search, step, threadIdx.x % kWarpSize, last);
+  return part_of_lane(search, step, __ffs(__ballot_sync(kAllLanes, beyond)) - 1);
+}
+
+// find_sequence() by a warp, from a range that keeps the invariant: 3 rounds for 30,000 sequences.
+// All 32 lanes must call it with the same arguments; all get the result.
+__device__ __forceinline__ int32_t find_sequence_warp(const PackedBatch &batch,
+                                                      SequenceSearch search, int32_t last) {
+  while (search.high - search.low > 1) search = narrow_by_warp(batch, search, last);
   return search.low;
+}
+
+__device__ __forceinline__ int32_t find_sequence_warp(const PackedBatch &batch, int64_t token) {
+  return find_sequence_warp(batch, SequenceSearch{0, batch.num_sequences},
+                            last_before(batch, token));
+}
+
+// Owner of the token of each group of 1 << lane_bits lanes, 2 bits or more, the warp's tokens being
+// consecutive from `first_token` on; `group` is the lane's. The search for the first token ends
+// with 32 sequences, whose ends tell the owners of all tokens at once; a token behind them is
+// searched for by itself. All 32 lanes must call it; those of a group get the same result.
+__device__ __forceinline__ int32_t find_sequences_of_groups(const PackedBatch &batch,
+                                                            int64_t first_token, int group,
+                                                            int lane_bits) {
+  constexpr int kMaxGroups = 8;
+  const int lane = threadIdx.x % kWarpSize;
+  const int32_t last = last_before(batch, first_token + group);
+  SequenceSearch search{0, batch.num_sequences};
+  if (search.high > kWarpSize) {
+    const int32_t first_last = __shfl_sync(kAllLanes, last, 0);
+    do {
+      search = narrow_by_warp(batch, search, first_last);
+    } while (search.high - search.low > kWarpSize);
+  }
+  const int32_t end = search.low + lane + 1;
+  const bool is_last = end >= batch.num_sequences;
+  const int32_t boundary = batch.cu_seqlens[min(end, batch.num_sequences)];
+  unsigned beyond = 0;
+#pragma unroll
+  for (int i = 0; i < kMaxGroups; ++i) {
+    const int32_t other = __shfl_sync(kAllLanes, last, i << lane_bits);
+    const unsigned mask = __ballot_sync(kAllLanes, is_last || boundary > other);
+    if (group == i) beyond = mask;
+  }
+  int32_t found = search.low + __ffs(beyond) - 1;
+  if (__any_sync(kAllLanes, beyond == 0)) {
+#pragma unroll 1
+    for (int i = 0; i < kWarpSize >> lane_bits; ++i) {
+      const int32_t other = __shfl_sync(kAllLanes, last, i << lane_bits);
+      const int32_t far =
+          find_sequence_warp(batch, {search.low + kWarpSize, batch.num_sequences}, other);
+      if (group == i && beyond == 0) found = far;
+    }
+  }
+  return found;
 }
 #endif
 

@@ -1,25 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The token-linear kernels, and the body that rotates one row, which a kernel with another grid can
-// share. A body is a device function called by all threads of a group (a warp or a block) for one
-// token, so that a faster one fits in beside the scalar one.
+// The token-linear kernel for any strides and any alignment, and its body, which a kernel with
+// another grid can share: a device function called by all threads of a group (a warp or a block)
+// for one token.
 
-#ifndef TRANSFORMER_ENGINE_OVERLAY_FUSED_ROPE_THD_KERNELS_CUH_
-#define TRANSFORMER_ENGINE_OVERLAY_FUSED_ROPE_THD_KERNELS_CUH_
+#ifndef TRANSFORMER_ENGINE_OVERLAY_FUSED_ROPE_THD_SCALAR_KERNEL_CUH_
+#define TRANSFORMER_ENGINE_OVERLAY_FUSED_ROPE_THD_SCALAR_KERNEL_CUH_
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "thd_params.h"
+#include "thd_plan.h"
 #include "thd_rotation.h"
 #include "thd_token_map.h"
 
 namespace transformer_engine {
 namespace thd_rope {
 
-constexpr int kWarpSize = 32;
-constexpr int kWarpsPerBlock = 4;
+constexpr int kWarpsPerBlock = kScalarTokensPerBlock;
 constexpr int kBlockSize = kWarpSize * kWarpsPerBlock;
 // Angles are kept in shared memory for this many pairs at a time: a fixed amount, any rotary_dim.
 constexpr int kPairsPerChunk = 64;
@@ -83,13 +82,26 @@ __device__ __forceinline__ void zero_row(const Group &group, const ThdRopeParams
   for (int64_t i = group.rank(); i < size; i += Group::kSize) output[i] = from_float<T>(0.0f);
 }
 
+// Rotates one pair of a head; `input` and `output` are the head's rows.
+template <bool kInterleaved, bool kTranspose, typename T>
+__device__ __forceinline__ void rotate_pair_in_memory(const ThdRopeParams &params, const T *input,
+                                                      T *output, int32_t pair,
+                                                      const PairAngles &angles) {
+  const int32_t first = first_of_pair<kInterleaved>(pair);
+  const int32_t second = first + pair_distance<kInterleaved>(params.rotary_dim);
+  const PairValues values{to_float(input[first * params.stride_d]),
+                          to_float(input[second * params.stride_d])};
+  const PairValues rotated = rotate_pair<kTranspose>(values, angles);
+  output[first] = from_float<T>(rotated.first);
+  output[second] = from_float<T>(rotated.second);
+}
+
 // The scalar body: any strides, any alignment, any even rotary_dim.
 template <typename T, bool kInterleaved, bool kTranspose, typename Group>
 __device__ __forceinline__ void rotate_row(const Group &group, const ThdRopeParams &params,
                                            const T *input, T *output, const float *table_row,
                                            PairAngles *angles) {
   const int32_t pairs = params.rotary_dim / 2;
-  const int32_t distance = pair_distance<kInterleaved>(params.rotary_dim);
   for (int32_t begin = 0; begin < pairs; begin += kPairsPerChunk) {
     const int32_t count = min(kPairsPerChunk, pairs - begin);
     if (begin > 0) group.sync();  // readers of the chunk before are done
@@ -98,13 +110,9 @@ __device__ __forceinline__ void rotate_row(const Group &group, const ThdRopePara
     }
     group.sync();
     for_each_head_column(group, params.num_heads, count, [&](int32_t head, int32_t i) {
-      const int32_t first = first_of_pair<kInterleaved>(begin + i);
-      const T *x = input + head * params.stride_h + first * params.stride_d;
-      T *y = output + static_cast<int64_t>(head) * params.head_dim + first;
-      const PairValues values{to_float(x[0]), to_float(x[distance * params.stride_d])};
-      const PairValues rotated = rotate_pair<kTranspose>(values, angles[i]);
-      y[0] = from_float<T>(rotated.first);
-      y[distance] = from_float<T>(rotated.second);
+      rotate_pair_in_memory<kInterleaved, kTranspose>(
+          params, input + head * params.stride_h,
+          output + static_cast<int64_t>(head) * params.head_dim, begin + i, angles[i]);
     });
   }
   const int32_t rest = params.head_dim - params.rotary_dim;
@@ -145,4 +153,4 @@ __global__ void __launch_bounds__(kBlockSize) thd_token_linear_kernel(const ThdR
 }  // namespace thd_rope
 }  // namespace transformer_engine
 
-#endif  // TRANSFORMER_ENGINE_OVERLAY_FUSED_ROPE_THD_KERNELS_CUH_
+#endif  // TRANSFORMER_ENGINE_OVERLAY_FUSED_ROPE_THD_SCALAR_KERNEL_CUH_
