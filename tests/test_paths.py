@@ -9,12 +9,9 @@ import pytest
 import torch
 from packed import boundaries, randn, random_table
 
-from transformer_engine_overlay import _native, apply_rotary_pos_emb_thd, path_counts
+from transformer_engine_overlay import apply_rotary_pos_emb_thd, path_counts
 
 from conftest import PATH_VARIABLE  # isort: skip
-
-LEGACY, LINEAR = _native.LEGACY_GRID, _native.TOKEN_LINEAR
-MAX_BLOCKS = 2**31 - 1
 
 
 def call(device: torch.device, table_rows: int = 64) -> torch.Tensor:
@@ -37,46 +34,20 @@ def test_blocks_are_counted(device: torch.device, on_path: Callable[..., object]
     on_path("1", lambda: call(device, table_rows=64))
     after = path_counts()
     blocks = {path: after[path]["blocks"] - before[path]["blocks"] for path in after}
-    # On the GPU a block of the token-linear grid holds four tokens.
-    assert blocks == {"legacy_grid": 128, "token_linear": 16 if device.type == "cpu" else 4}
+    # On the GPU a block of 64 threads holds 16 of these small tokens.
+    assert blocks == {"legacy_grid": 128, "token_linear": 16 if device.type == "cpu" else 1}
 
 
-@pytest.mark.parametrize(
-    ("table_rows", "num_sequences", "num_tokens", "cp_size", "expected"),
-    [
-        (32, 1, 16, 1, LEGACY),  # exactly 2 blocks a row
-        (33, 1, 16, 1, LINEAR),
-        (31, 1, 16, 1, LEGACY),
-        (64, 1, 16, 2, LEGACY),  # exactly 2 * cp_size blocks a row
-        (65, 1, 16, 2, LINEAR),
-        (16, 16, 16, 8, LEGACY),
-        (17, 16, 16, 8, LINEAR),
-        (1, 1, 1, 1, LEGACY),
-        (0, 5, 16, 1, LEGACY),
-        (5, 0, 16, 1, LEGACY),
-        (65536, 2401, 65536, 1, LINEAR),
-        (MAX_BLOCKS, 1, MAX_BLOCKS, 1, LEGACY),
-        (MAX_BLOCKS + 1, 1, MAX_BLOCKS, 1, LINEAR),  # more than CUDA launches
-        (2**40, 2**30, 2**31, 1, LINEAR),  # the product overflows 64 bits
-        (2**31, 1, 2**31, 2**31 - 1, LINEAR),
-        (2**20, 1, 2**20, 2**31 - 1, LEGACY),
-    ],
-)
-def test_automatic_rule(
-    table_rows: int, num_sequences: int, num_tokens: int, cp_size: int, expected: int
+@pytest.mark.parametrize("table_rows", [1, 16, 17, 4096])
+def test_automatic_is_token_linear(
+    device: torch.device, table_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = (table_rows, num_sequences, num_tokens, cp_size)
-    assert _native.choose_path(None, *shape) == expected
-    assert _native.choose_path("0", *shape) == LEGACY
-    assert _native.choose_path("1", *shape) == LINEAR
-
-
-@pytest.mark.parametrize(("table_rows", "path"), [(16, "legacy_grid"), (17, "token_linear")])
-def test_automatic_choice_end_to_end(device: torch.device, table_rows: int, path: str) -> None:
+    monkeypatch.delenv(PATH_VARIABLE, raising=False)
     before = path_counts()
-    call(device, table_rows)  # 2 sequences, 16 tokens: the gate is at 32 blocks
+    call(device, table_rows)
     after = path_counts()
-    assert after[path]["calls"] == before[path]["calls"] + 1
+    assert after["token_linear"]["calls"] == before["token_linear"]["calls"] + 1
+    assert after["legacy_grid"] == before["legacy_grid"]
 
 
 def test_variable_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +98,6 @@ def test_profiler_names_the_kernel(value: str, monkeypatch: pytest.MonkeyPatch) 
         call(torch.device("cuda"))
         torch.cuda.synchronize()
     kernels = [event.key for event in profile.key_averages() if "thd_" in event.key]
-    name = {"0": "thd_legacy_grid_kernel", "1": "thd_token_linear_kernel"}[value]
+    name = {"0": "thd_legacy_grid_kernel", "1": "thd_token_linear_narrow_kernel"}[value]
     assert len(kernels) == 1
     assert name in kernels[0]

@@ -37,6 +37,8 @@ class Case:
         Rows behind the last boundary of each rank's tensor, NaN in the input.
     table_rows : int
         Rows of the angle table; more than any position.
+    symmetric : bool
+        Whether the two elements of a pair have the same angle, as in nearly all models.
     """
 
     seed: int
@@ -52,6 +54,7 @@ class Case:
     strided: bool
     tail_rows: int
     table_rows: int
+    symmetric: bool
 
     @property
     def elements(self) -> int:
@@ -67,14 +70,25 @@ class Case:
                 f"table of {self.table_rows} rows",
                 "interleaved" if self.interleaved else "half-split",
                 *(["start positions"] if self.starts else []),
+                *([] if self.symmetric else ["asymmetric table"]),
                 *(["strided input"] if self.strided else []),
                 *([f"{self.tail_rows} tail rows"] if self.tail_rows else []),
             ]
         )
 
 
-# heads, head_dim, rotary_dim: full rotary, partial rotary, MLA's single head, GQA kv heads
-_SHAPES = ((4, 128, 128), (8, 64, 32), (1, 64, 64), (2, 192, 128), (3, 80, 20), (2, 256, 64))
+# heads, head_dim, rotary_dim: full rotary, partial rotary, MLA's single head, GQA kv heads, a row
+# that is no whole number of vectors, and rows large enough for the wide kernels
+_SHAPES = (
+    (4, 128, 128),
+    (8, 64, 32),
+    (1, 64, 64),
+    (2, 192, 128),
+    (3, 80, 20),
+    (2, 256, 64),
+    (8, 128, 128),
+    (16, 128, 128),
+)
 
 
 def draw_case(seed: int, index: int, dtype: torch.dtype, cp_size: int, tokens: int) -> Case:
@@ -106,6 +120,8 @@ def draw_case(seed: int, index: int, dtype: torch.dtype, cp_size: int, tokens: i
         strided=index % 4 in (0, 3),
         tail_rows=(17, 0, 3)[index % 3],
         table_rows=table_rows,
+        # Each shape has both kinds within twice as many cases as there are shapes.
+        symmetric=(index + index // len(_SHAPES)) % 2 == 0,
     )
 
 
@@ -133,7 +149,7 @@ class Batch:
     t, grad_output : torch.Tensor
         ``[tokens, h, d]``, the padded global batch and the gradient of its output.
     freqs : torch.Tensor
-        ``[table_rows, 1, 1, d2]`` float32; its halves differ.
+        ``[table_rows, 1, 1, d2]`` float32.
     cu_seqlens : torch.Tensor
         ``[b + 1]`` int32.
     start_positions : torch.Tensor or None
@@ -168,6 +184,9 @@ def make_batch(case: Case, device: torch.device) -> Batch:
     t = torch.randn(shape, generator=generator).to(device, case.dtype)
     grad_output = torch.randn(shape, generator=generator).to(device, case.dtype)
     inv_freq = 10000.0 ** -torch.rand(case.rotary_dim, generator=generator)
+    if case.symmetric:
+        first = inv_freq.view(-1, 2).T if case.interleaved else inv_freq.view(2, -1)
+        first[1] = first[0]
     positions = torch.arange(case.table_rows, dtype=torch.float32)
     freqs = torch.outer(positions, inv_freq)[:, None, None, :].to(device)
     starts = None

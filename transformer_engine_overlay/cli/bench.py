@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`te-overlay bench`: measurements beside an installed TransformerEngine."""
+"""`te-overlay bench`: kernels on named shapes, host time of a call, time of a whole layer."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,27 +14,151 @@ import typer
 from rich import box
 from rich.table import Table
 
-from transformer_engine_overlay import bench, environment, results
+from transformer_engine_overlay import (
+    bench,
+    bench_kernel,
+    bench_plots,
+    bench_points,
+    bench_providers,
+    environment,
+    gate,
+    results,
+)
 from transformer_engine_overlay.cli.common import (
     DeviceChoice,
+    SpreadCommand,
     check_writable,
     console,
     enable_or_refuse,
+    new_progress,
     print_facts,
+    refuse,
     select_device,
 )
 
 CsvOption = Annotated[Path | None, typer.Option("--csv", help="Write the table to this file.")]
 RoundsOption = Annotated[int, typer.Option(help="Rounds; the median is reported.", min=1)]
 
+# The CPU backend is there for tests; a point of more elements takes seconds a call.
+CPU_ELEMENTS = 1 << 21
+
 app = typer.Typer(
-    help="Measure beside an installed TransformerEngine; needs a GPU.", no_args_is_help=True
+    help="Measure the kernels, a call's host time, a whole layer.", no_args_is_help=True
 )
 
 
 def register(parent: typer.Typer) -> None:
     """Add the commands to `parent`."""
     parent.add_typer(app, name="bench")
+
+
+@app.command("kernel", cls=SpreadCommand)
+def kernel_command(
+    pattern: Annotated[
+        str, typer.Option("--filter", help="Only points whose name this expression is found in.")
+    ] = "",
+    quick: Annotated[bool, typer.Option(help="A selection, in less than a minute.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="Print the names, then stop.")] = False,
+    provider: Annotated[
+        list[str] | None, typer.Option(help="Only these, beside the copy. Repeatable.")
+    ] = None,
+    device: Annotated[DeviceChoice, typer.Option(help="Where to run.")] = DeviceChoice.AUTO,
+    rounds: RoundsOption = 11,
+    csv_file: CsvOption = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write it as JSON.")] = None,
+) -> None:
+    """Time the kernels on named shapes: ours, stock TransformerEngine, a copy of the same bytes.
+
+    Everything that can run here takes part, interleaved. On a GPU: device time with cold caches.
+    Without one: the CPU backend's two paths.
+    """
+    points = bench_points.quick_points() if quick else bench_points.all_points()
+    points = _matching(points, pattern)
+    if list_only:
+        for point in points:
+            console.print(point.name, highlight=False)
+        return
+    if unknown := set(provider or ()) - set(bench_providers.NAMES):
+        names = ", ".join(bench_providers.NAMES)
+        refuse(f"--provider {sorted(unknown)[0]!r} is none of {names}")
+    check_writable("--csv", csv_file)
+    check_writable("--json", json_file)
+    where = select_device(device)
+    if where.type == "cpu":
+        console.print("no GPU in use: these are times of the CPU backend, not of the kernels")
+        points = [point for point in points if point.elements <= CPU_ELEMENTS]
+    elif gate.te_version():
+        enable_or_refuse()
+    facts = environment.describe(where)
+    print_facts(facts)
+    rows: list[bench_kernel.KernelRow] = []
+    with new_progress() as progress:
+        task = progress.add_task("measuring", total=len(points))
+        for group in bench_kernel.kernel_rows(points, where, rounds, provider):
+            rows += group
+            progress.advance(task)
+    console.print(_kernel_table(rows))
+    plain = bench.as_dicts(rows)
+    if csv_file is not None:
+        results.write_csv(csv_file, facts, plain)
+    if json_file is not None:
+        results.write_json(json_file, facts, {"rows": plain})
+
+
+def _matching(points: list[bench_points.Point], pattern: str) -> list[bench_points.Point]:
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        refuse(f"--filter {pattern!r} is not a regular expression: {error}")
+    found = [point for point in points if expression.search(point.name)]
+    if not found:
+        refuse(f"--filter {pattern!r} matches none of {len(points)} points; --list prints them")
+    return found
+
+
+def _kernel_table(rows: list[bench_kernel.KernelRow]) -> Table:
+    """Tabulate microseconds, a line for each point and direction, a column for each provider."""
+    names = list(dict.fromkeys(row.provider for row in rows))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("point", no_wrap=True)
+    table.add_column("")
+    for name in names:
+        table.add_column(f"{name}\nµs", justify="right")
+    table.add_column("token-linear\nof copy", justify="right")
+    table.add_column("automatic\nof stock", justify="right")
+    lines: dict[tuple[str, str], dict[str, bench_kernel.KernelRow]] = {}
+    for row in rows:
+        lines.setdefault((row.point, row.direction), {})[row.provider] = row
+    for (point, direction), by_name in lines.items():
+        ours, automatic = by_name.get("token_linear"), by_name.get("automatic")
+        table.add_row(
+            point,
+            direction[:3],
+            *(f"{by_name[name].median_us:.1f}" if name in by_name else "" for name in names),
+            f"{ours.of_copy:.3f}" if ours else "",
+            f"{automatic.of_stock:.3f}" if automatic and automatic.of_stock else "",
+        )
+    return table
+
+
+@app.command("plot")
+def plot_command(
+    csv_file: Annotated[Path, typer.Argument(help="What `bench kernel --csv` wrote.")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the PNG files.")] = Path("."),
+) -> None:
+    """Plot time over sequence count, and fraction of the copy, from a result file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        refuse("plots need matplotlib: pip install 'transformer-engine-overlay[bench]'")
+    if not csv_file.is_file():
+        refuse(f"{csv_file} is not a file; write one with `te-overlay bench kernel --csv`")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, plot in bench_plots.PLOTS.items():
+        target = folder / f"{csv_file.stem}-{name}.png"
+        try:
+            plot(csv_file, target)
+        except (KeyError, ValueError) as error:
+            refuse(f"{csv_file} holds nothing to plot as {name}: {error!r}")
+        console.print(f"wrote {target}", highlight=False)
 
 
 @app.command("host")

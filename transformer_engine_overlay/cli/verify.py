@@ -29,7 +29,7 @@ from transformer_engine_overlay.cli.common import (
 )
 
 # cases and tokens of a global batch, by device type
-FULL = {"cpu": (6, 4096), "cuda": (12, 16384)}
+FULL = {"cpu": (6, 4096), "cuda": (16, 16384)}
 QUICK = {"cpu": (2, 512), "cuda": (2, 1024)}
 
 

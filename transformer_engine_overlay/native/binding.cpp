@@ -55,13 +55,6 @@ nb::dict body_counts() {
   return counts;
 }
 
-// The rule alone, for its table of tests.
-int choose_path_for(const std::optional<std::string> &value, int64_t table_rows,
-                    int32_t num_sequences, int64_t num_tokens, int32_t cp_size) {
-  const PackedBatch batch{nullptr, nullptr, table_rows, num_sequences, cp_size, 0};
-  return static_cast<int>(choose_path(checked_request(value), batch, num_tokens));
-}
-
 // The body alone, for its table of tests. Addresses are only looked at for their alignment.
 int choose_body_for(int dtype, bool interleaved, int32_t num_heads, int32_t head_dim,
                     int32_t rotary_dim, const std::array<int64_t, 3> &strides,
@@ -151,8 +144,6 @@ NB_MODULE(_native, m) {
   m.def("count_passed_through",
         [] { counters().passed_through.fetch_add(1, std::memory_order_relaxed); });
   m.def("path_request", [] { return static_cast<int>(request_from_environment()); });
-  m.def("choose_path", &choose_path_for, nb::arg("value").none(), nb::arg("table_rows"),
-        nb::arg("num_sequences"), nb::arg("num_tokens"), nb::arg("cp_size"));
   m.def("body_counts", &body_counts);
   m.def("choose_body", &choose_body_for, nb::arg("dtype"), nb::arg("interleaved"),
         nb::arg("num_heads"), nb::arg("head_dim"), nb::arg("rotary_dim"), nb::arg("strides"),

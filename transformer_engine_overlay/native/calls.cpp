@@ -34,7 +34,7 @@ PathRequest request_from_environment() {
 }
 
 void run_call(const ThdRopeParams &params, PathRequest request, const Target &target, bool routed) {
-  const Path path = choose_path(request, params.batch, params.num_tokens);
+  const Path path = choose_path(request);
   int64_t blocks = 0;
   {
     const nanobind::gil_scoped_release release;

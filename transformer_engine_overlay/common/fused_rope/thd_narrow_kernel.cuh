@@ -25,11 +25,11 @@ struct UnitEntries {
 #pragma unroll
     for (int j = 0; j < U::kPairs; j += kInterleaved ? 2 : 4) {
       if (kInterleaved) {
-        const float4 x = *reinterpret_cast<const float4 *>(at + 2 * j);
+        const float4 x = load_table4(at + 2 * j);
         first[j] = x.x, second[j] = x.y, first[j + 1] = x.z, second[j + 1] = x.w;
       } else {
-        const float4 x = *reinterpret_cast<const float4 *>(at + j);
-        const float4 y = *reinterpret_cast<const float4 *>(at + distance + j);
+        const float4 x = load_table4(at + j);
+        const float4 y = load_table4(at + distance + j);
         first[j] = x.x, first[j + 1] = x.y, first[j + 2] = x.z, first[j + 3] = x.w;
         second[j] = y.x, second[j + 1] = y.y, second[j + 2] = y.z, second[j + 3] = y.w;
       }
@@ -104,48 +104,17 @@ __device__ __forceinline__ void rotate_asymmetric_column(const ThdRopeParams &pa
   }
 }
 
-// A token has 1 << plan.lane_bits lanes, of which as many work as a head has units; kHeads heads
-// are in flight. Needs what choose_body() checks.
+// Rotates `column` of all heads, the first kHeads of which are in `units`; `loading` is the next
+// one.
 template <typename T, bool kInterleaved, bool kTranspose, int kHeads>
-__global__ void __launch_bounds__(kNarrowBlockSize, kHeads == 2 ? 16 : 12)
-    thd_token_linear_narrow_kernel(const ThdRopeParams params, const VectorPlan plan) {
+__device__ __forceinline__ void rotate_column(const ThdRopeParams &params,
+                                              Unit<T, kInterleaved> (&units)[kHeads],
+                                              const T *input, const T *loading, T *output,
+                                              const float *table_row, int32_t column) {
   using U = Unit<T, kInterleaved>;
-  const int lane = threadIdx.x % kWarpSize;
-  const int group = lane >> plan.lane_bits;
-  const int column = lane & ((1 << plan.lane_bits) - 1);
-  const int64_t warp =
-      static_cast<int64_t>(blockIdx.x) * (kNarrowBlockSize / kWarpSize) + threadIdx.x / kWarpSize;
-  const int64_t warp_token = warp * (kWarpSize >> plan.lane_bits);
-  if (warp_token >= params.num_tokens) return;
-  const int64_t token = warp_token + group;
-  const bool has_token = token < params.num_tokens;
-  const bool has_unit = has_token && column < plan.rotated.columns;
   const int32_t distance = pair_distance<kInterleaved>(params.rotary_dim);
-  const T *input = static_cast<const T *>(params.input) + token * params.stride_t;
-
-  U units[kHeads];
-  const T *loading = input + column * U::kWidth;
-#pragma unroll
-  for (int k = 0; k < kHeads; ++k) {
-    if (has_unit && k < params.num_heads) units[k].load(loading, distance);
-    loading += params.stride_h;
-  }
-  __syncwarp();  // without it the compiler moves these loads behind the search
-
-  const int32_t sequence =
-      find_sequences_of_groups(params.batch, warp_token, group, plan.lane_bits);
-  if (!has_token) return;
-  T *output = token_output<T>(params, token);
-  const int64_t row = table_row(params.batch, token, sequence);
-  if (row == kNoTableRow) {
-    zero_token(params, output, column, 1 << plan.lane_bits);
-    return;
-  }
-  const float *table_row = params.freqs + row * params.rotary_dim;
   UnitEntries<T, kInterleaved> entries;
-  if (has_unit) entries.load(table_row, column, distance);
-  copy_rest(params, plan.rest, input, output, column);
-  if (!has_unit) return;
+  entries.load(table_row, column, distance);
   if (!entries.symmetric()) {
     rotate_asymmetric_column<T, kInterleaved, kTranspose>(params, input, output, table_row, column);
     return;
@@ -172,6 +141,49 @@ __global__ void __launch_bounds__(kNarrowBlockSize, kHeads == 2 ? 16 : 12)
       }
     }
   } while (head < params.num_heads);
+}
+
+// A token has 1 << plan.lane_bits lanes, of which as many work as a head has units; kHeads heads
+// are in flight. Needs what choose_body() checks.
+template <typename T, bool kInterleaved, bool kTranspose, int kHeads>
+__global__ void __launch_bounds__(kNarrowBlockSize, kHeads == 2 ? 14 : 11)
+    thd_token_linear_narrow_kernel(const ThdRopeParams params, const VectorPlan plan) {
+  using U = Unit<T, kInterleaved>;
+  const int lane = threadIdx.x % kWarpSize;
+  const int group = lane >> plan.lane_bits;
+  const int column = lane & ((1 << plan.lane_bits) - 1);
+  const int64_t warp =
+      static_cast<int64_t>(blockIdx.x) * (kNarrowBlockSize / kWarpSize) + threadIdx.x / kWarpSize;
+  const int64_t warp_token = warp * (kWarpSize >> plan.lane_bits);
+  if (warp_token >= params.num_tokens) return;
+  const int64_t token = warp_token + group;
+  const bool has_token = token < params.num_tokens;
+  const bool has_unit = column < plan.rotated.columns;
+  const T *input = static_cast<const T *>(params.input) + token * params.stride_t;
+
+  U units[kHeads];
+  const T *loading = input + column * U::kWidth;
+#pragma unroll
+  for (int k = 0; k < kHeads; ++k) {
+    if (has_token && has_unit && k < params.num_heads) {
+      units[k].load(loading, pair_distance<kInterleaved>(params.rotary_dim));
+    }
+    loading += params.stride_h;
+  }
+  __syncwarp();  // without it the compiler moves these loads behind the search
+
+  const int64_t row = table_row_of_group<8>(params.batch, warp_token, group, plan.lane_bits);
+  if (!has_token) return;
+  T *output = token_output<T>(params, token);
+  if (row == kNoTableRow) {
+    zero_token(params, output, column, 1 << plan.lane_bits);
+    return;
+  }
+  if (has_unit) {
+    rotate_column<T, kInterleaved, kTranspose>(params, units, input, loading, output,
+                                               params.freqs + row * params.rotary_dim, column);
+  }
+  copy_rest(params, plan.rest, input, output, column);
 }
 
 }  // namespace thd_rope

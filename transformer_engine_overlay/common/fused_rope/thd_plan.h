@@ -68,9 +68,11 @@ inline Body choose_body(const ThdRopeParams &params) {
   const int32_t columns = units_per_head(params);
   const int64_t vectors =
       static_cast<int64_t>(params.num_heads) * columns * vectors_per_unit(params);
-  const bool fits_shared = angle_slots(params) <= kMaxAngleSlots;
-  if (vectors >= 256 || columns > 32) return fits_shared ? Body::kWide64 : Body::kScalar;
-  if (vectors >= 128 && !params.interleaved && 32 % columns == 0) return Body::kWide32;
+  if (vectors >= 256 || columns > 32) {
+    return angle_slots(params) <= kMaxAngleSlots ? Body::kWide64 : Body::kScalar;
+  }
+  const bool is_wide = vectors >= 160 || (vectors >= 96 && params.num_heads >= 8);
+  if (is_wide && !params.interleaved) return Body::kWide32;
   return params.num_heads <= 4 ? Body::kNarrow2 : Body::kNarrow4;
 }
 

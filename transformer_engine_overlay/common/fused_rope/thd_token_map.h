@@ -42,13 +42,18 @@ struct LocalRows {
 // The table row of a token that has none: a tail row, or a position outside of the table.
 constexpr int64_t kNoTableRow = -1;
 
-// The local row at which sequence `i` begins; for i == num_sequences, the first tail row.
-THD_ROPE_HOST_DEVICE int64_t local_boundary(const PackedBatch &batch, int64_t i) {
-  return batch.cp_size == 1 ? batch.cu_seqlens[i] : batch.cu_seqlens[i] / batch.cp_size;
+// The local row at which a sequence begins whose global boundary is `boundary`; for the last
+// boundary, the first tail row.
+THD_ROPE_HOST_DEVICE int64_t local_boundary(const PackedBatch &batch, int32_t boundary) {
+  return batch.cp_size == 1 ? boundary : boundary / batch.cp_size;
 }
 
-THD_ROPE_HOST_DEVICE LocalRows local_rows(const PackedBatch &batch, int64_t sequence) {
-  return {local_boundary(batch, sequence), local_boundary(batch, sequence + 1)};
+THD_ROPE_HOST_DEVICE LocalRows local_rows(const PackedBatch &batch, int32_t begin, int32_t end) {
+  return {local_boundary(batch, begin), local_boundary(batch, end)};
+}
+
+THD_ROPE_HOST_DEVICE LocalRows local_rows(const PackedBatch &batch, int32_t sequence) {
+  return local_rows(batch, batch.cu_seqlens[sequence], batch.cu_seqlens[sequence + 1]);
 }
 
 // Position of local row `row` within its sequence of which this rank holds `length` rows.
@@ -61,14 +66,18 @@ THD_ROPE_HOST_DEVICE int64_t position_in_sequence(const PackedBatch &batch, int6
   return row + length * batch.cp_size - (batch.cp_rank + 1) * length / 2 - half;
 }
 
-// Table row of local token `token`, given the sequence that owns it; kNoTableRow if the token lies
-// outside of the sequence or its position lies outside of the table.
-THD_ROPE_HOST_DEVICE int64_t table_row(const PackedBatch &batch, int64_t token, int64_t sequence) {
-  const LocalRows rows = local_rows(batch, sequence);
+// Table row of local token `token`, given the sequence that owns it and its rows; kNoTableRow if
+// the token lies outside of the sequence or its position lies outside of the table.
+THD_ROPE_HOST_DEVICE int64_t table_row(const PackedBatch &batch, int64_t token, int32_t sequence,
+                                       const LocalRows &rows) {
   if (token < rows.begin || token >= rows.end) return kNoTableRow;
   int64_t position = position_in_sequence(batch, token - rows.begin, rows.end - rows.begin);
   if (batch.start_positions != nullptr) position += batch.start_positions[sequence];
   return position >= 0 && position < batch.table_rows ? position : kNoTableRow;
+}
+
+THD_ROPE_HOST_DEVICE int64_t table_row(const PackedBatch &batch, int64_t token, int32_t sequence) {
+  return table_row(batch, token, sequence, local_rows(batch, sequence));
 }
 
 // The search for the owner of a token narrows [low, high) until one sequence is left, keeping
@@ -149,26 +158,31 @@ __device__ __forceinline__ int32_t find_sequence_warp(const PackedBatch &batch, 
                             last_before(batch, token));
 }
 
-// Owner of the token of each group of 1 << lane_bits lanes, 2 bits or more, the warp's tokens being
-// consecutive from `first_token` on; `group` is the lane's. The search for the first token ends
-// with 32 sequences, whose ends tell the owners of all tokens at once; a token behind them is
-// searched for by itself. All 32 lanes must call it; those of a group get the same result.
-__device__ __forceinline__ int32_t find_sequences_of_groups(const PackedBatch &batch,
-                                                            int64_t first_token, int group,
-                                                            int lane_bits) {
-  constexpr int kMaxGroups = 8;
+// Table rows of the tokens of a warp, which are consecutive from `first_token` on: each belongs to
+// a group of 1 << lane_bits lanes, of which there are at most kMaxGroups; `group` is the lane's.
+// All 32 lanes must call it; those of a group get the same result.
+//
+// The search for the first token ends when 31 sequences are left. Each lane then holds one of the
+// 32 boundaries around them, and these tell all owners and their rows without another load: a load
+// here would share a scoreboard with those of the input, and wait for them. A token behind the 31
+// sequences is searched for by itself.
+template <int kMaxGroups>
+__device__ __forceinline__ int64_t table_row_of_group(const PackedBatch &batch, int64_t first_token,
+                                                      int group, int lane_bits) {
   const int lane = threadIdx.x % kWarpSize;
-  const int32_t last = last_before(batch, first_token + group);
+  const int64_t token = first_token + group;
+  const int32_t last = last_before(batch, token);
   SequenceSearch search{0, batch.num_sequences};
-  if (search.high > kWarpSize) {
+  if (search.high >= kWarpSize) {
     const int32_t first_last = __shfl_sync(kAllLanes, last, 0);
     do {
       search = narrow_by_warp(batch, search, first_last);
-    } while (search.high - search.low > kWarpSize);
+    } while (search.high - search.low >= kWarpSize);
   }
-  const int32_t end = search.low + lane + 1;
-  const bool is_last = end >= batch.num_sequences;
-  const int32_t boundary = batch.cu_seqlens[min(end, batch.num_sequences)];
+  const int32_t index = min(search.low + lane, batch.num_sequences);
+  const int32_t boundary = batch.cu_seqlens[index];
+  // Where sequence low + lane - 1 ends, and whether that is beyond a token.
+  const bool is_last = search.low + lane >= batch.num_sequences;
   unsigned beyond = 0;
 #pragma unroll
   for (int i = 0; i < kMaxGroups; ++i) {
@@ -176,17 +190,21 @@ __device__ __forceinline__ int32_t find_sequences_of_groups(const PackedBatch &b
     const unsigned mask = __ballot_sync(kAllLanes, is_last || boundary > other);
     if (group == i) beyond = mask;
   }
-  int32_t found = search.low + __ffs(beyond) - 1;
+  const int ends_at = max(__ffs(beyond) - 1, 1);
+  const int32_t begin = __shfl_sync(kAllLanes, boundary, ends_at - 1);
+  const int32_t end = __shfl_sync(kAllLanes, boundary, ends_at);
+  int64_t row = table_row(batch, token, search.low + ends_at - 1, local_rows(batch, begin, end));
   if (__any_sync(kAllLanes, beyond == 0)) {
+    const SequenceSearch rest{min(search.low + kWarpSize - 1, batch.num_sequences - 1),
+                              batch.num_sequences};
 #pragma unroll 1
-    for (int i = 0; i < kWarpSize >> lane_bits; ++i) {
+    for (int i = 0; i < kMaxGroups; ++i) {
       const int32_t other = __shfl_sync(kAllLanes, last, i << lane_bits);
-      const int32_t far =
-          find_sequence_warp(batch, {search.low + kWarpSize, batch.num_sequences}, other);
-      if (group == i && beyond == 0) found = far;
+      const int64_t far = table_row(batch, first_token + i, find_sequence_warp(batch, rest, other));
+      if (group == i && beyond == 0) row = far;
     }
   }
-  return found;
+  return row;
 }
 #endif
 

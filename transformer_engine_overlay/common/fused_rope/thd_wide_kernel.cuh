@@ -30,8 +30,8 @@ __device__ __forceinline__ void store_angles(const float *first, const float *se
       a[k] = 0.0f;
       float b = 0.0f;
       if (pair < count) {
-        a[k] = first[pair * entry_stride];
-        b = second[pair * entry_stride];
+        a[k] = load_table(first + pair * entry_stride);
+        b = load_table(second + pair * entry_stride);
       }
       plain = plain & same_bits(a[k], b) & !(fabsf(a[k]) >= kPlainAngle);
     }
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kLanes, 1024 / kLanes)
   for (int k = 0; k < kUnits; ++k) load_next(&units[k]);
   __syncwarp();  // without it the compiler moves these loads behind the search
 
-  const int64_t row = table_row(params.batch, token, find_sequence_warp(params.batch, token));
+  const int64_t row = table_row_of_group<1>(params.batch, token, 0, 5);
   if (row == kNoTableRow) {
     zero_token(params, output, rank, kLanes);
     return;

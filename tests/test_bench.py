@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`te-overlay bench kernel` and its shapes, without a GPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from transformer_engine_overlay import bench_kernel, bench_plots, bench_points, bench_providers
+from transformer_engine_overlay.bench_points import Point
+from transformer_engine_overlay.cli import app
+
+CPU = torch.device("cpu")
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    return result.exit_code, result.output
+
+
+def test_points_are_named_once_and_fill_their_ranks() -> None:
+    points = bench_points.all_points()
+    names = [point.name for point in points]
+    assert len(set(names)) == len(names)
+    assert 180 <= len(names) <= 220
+    for point in points:
+        lengths = point.lengths()
+        assert len(lengths) == point.sequences
+        assert min(lengths) >= 0
+        unit = 2 * point.cp_size if point.cp_size > 1 else 1
+        assert all(length % unit == 0 for length in lengths)
+        assert sum(lengths) == int(point.tokens * point.used) * point.cp_size
+        if point.table_rows:
+            assert max(lengths) <= point.table_rows, point.name
+
+
+def test_quick_points_are_some_of_all() -> None:
+    quick = bench_points.quick_points()
+    assert set(quick) < set(bench_points.all_points())
+    assert len(quick) >= 12
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_bytes_count_each_used_table_row_once(interleaved: bool, cp_size: int) -> None:
+    point = Point(
+        "test", 64, 2, 16, 8, 4, table_rows=128, cp_size=cp_size, interleaved=interleaved, used=0.5
+    )
+    tensors = bench_providers.prepare(point, CPU, 0, 2)
+    rows = tensors.rows[tensors.rows >= 0].tolist()
+    assert len(rows) == 32
+    assert tensors.num_bytes == 2 * 2 * 64 * 2 * 16 + 4 * 8 * len(set(rows))
+
+
+def test_plain_rope_of_the_compiled_provider_is_rope() -> None:
+    tensors = bench_providers.prepare(Point("test", 24, 2, 16, 16, 3), CPU, 0, 2)
+    ours = bench_providers.providers(tensors)["token_linear"]
+    for transpose in (False, True):
+        plain = bench_providers._plain_rope(tensors.t[0], tensors.freqs[0], tensors.rows, transpose)
+        torch.testing.assert_close(plain, ours(0, transpose), atol=0.02, rtol=0.02)
+
+
+def test_rows_pair_rounds_and_take_the_faster_copy() -> None:
+    tensors = bench_providers.prepare(Point("test", 24, 2, 16, 16, 3), CPU, 0, 2)
+    times = {
+        ("copy_", "forward"): [4e-6, 4e-6, 4e-6],
+        ("copy kernel", "forward"): [2e-6, 1e-6, 2e-6],
+        ("stock TE", "forward"): [8e-6, 8e-6, 8e-6],
+        ("token_linear", "forward"): [4e-6, 2e-6, 5e-6],
+    }
+    times |= {(name, "backward"): list(values) for (name, _), values in times.items()}
+    rows = {(r.provider, r.direction): r for r in bench_kernel._rows(tensors, times)}
+    assert rows["copy", "forward"].median_us == pytest.approx(2.0)
+    assert rows["copy", "forward"].of_copy == 1.0
+    ours = rows["token_linear", "backward"]
+    assert ours.median_us == pytest.approx(4.0)
+    assert ours.of_copy == pytest.approx(0.5)  # 2/4, 1/2, 2/5
+    assert ours.of_stock == pytest.approx(0.5)
+    assert ours.p20_us < ours.median_us < ours.p80_us
+    assert ours.tb_per_s == pytest.approx(tensors.num_bytes / 4e-6 / 1e12)
+
+
+def test_command_on_the_cpu(tmp_path: Path) -> None:
+    table, content = tmp_path / "k.csv", tmp_path / "k.json"
+    status, output = run(
+        *("kernel", "--device", "cpu", "--filter", "size/.*/t512/h1/.*/n16/", "--rounds", "2"),
+        *("--csv", str(table), "--json", str(content)),
+    )
+    assert status == 0, output
+    assert "times of the CPU backend" in output
+    facts, rows = bench_plots.read_rows(table)
+    assert facts["device"].startswith("CPU")
+    assert {row["provider"] for row in rows} == {
+        "copy",
+        "token_linear",
+        "automatic",
+        "legacy_grid",
+    }
+    assert all(float(row["median_us"]) > 0 for row in rows)
+    assert len(json.loads(content.read_text())["rows"]) == len(rows) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--filter", "nothing like this"), "matches none of 196 points"),
+        (("--filter", "("), "is not a regular expression"),
+        (("--provider", "magic"), "'magic' is none of token_linear"),
+        (("--csv", "/nowhere/k.csv"), "cannot be written"),
+    ],
+)
+def test_command_refuses(arguments: tuple[str, ...], message: str) -> None:
+    status, output = run("kernel", "--device", "cpu", *arguments)
+    assert status == 2
+    assert message in " ".join(output.split())
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    point = Point("headline", 65536, 32).name
+    with (tmp_path / "k.csv").open("w", newline="") as file:
+        file.write("# device: a GPU\n")
+        writer = csv.writer(file)
+        writer.writerow(["point", "provider", "direction", "median_us", "of_copy", "megabytes"])
+        for provider in ("copy", "token_linear", "stock TE"):
+            for direction in bench_kernel.DIRECTIONS:
+                writer.writerow([point, provider, direction, 100.0, 0.9, 1074.0])
+    status, output = run("plot", str(tmp_path / "k.csv"), "--out", str(tmp_path / "plots"))
+    assert status == 0, output
+    for name in bench_plots.PLOTS:
+        assert (tmp_path / "plots" / f"k-{name}.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "empty.csv").write_text("# device: a GPU\npoint,provider,direction\n")
+    status, output = run("plot", str(tmp_path / "empty.csv"), "--out", str(tmp_path))
+    assert status == 2
+    assert "nothing to plot" in " ".join(output.split())
