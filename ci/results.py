@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep README's tables as ci/results/*.csv have them: `python ci/results.py [--check]`.
 
-A table stands between the lines `<!-- table: ci/results/NAME.csv -->` and `<!-- end of table -->`.
+A table stands between the lines `<!-- table: ci/results/NAME.csv -->` and `<!-- end of table -->`;
+`<!-- headline: ... -->` names results of `te-overlay bench kernel`, one a TransformerEngine.
 """
 
 from __future__ import annotations
@@ -16,19 +17,71 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 MARKED = re.compile(
-    r"(?P<open><!-- table: (?P<csv>\S+) -->\n).*?(?P<close><!-- end of table -->)", re.DOTALL
+    r"(?P<open><!-- (?P<kind>table|headline): (?P<csv>[^\n]+?) -->\n)"
+    r".*?(?P<close><!-- end of table -->)",
+    re.DOTALL,
 )
 
 
-def markdown_table(path: Path) -> str:
+def read(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
     lines = path.read_text(encoding="utf-8").splitlines()
     facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("# ")))
-    heads = [name.replace("_", " ") for name in rows[0]]
-    table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    table += [f"| {' | '.join(map(readable, row.values()))} |" for row in rows]
+    return facts, list(csv.DictReader(line for line in lines if not line.startswith("# ")))
+
+
+def provenance(facts: dict[str, str]) -> str:
     machine = ", ".join(f"{name} {text}" for name, text in facts.items() if name != "command")
-    return "\n".join([*table, "", f"`{facts['command']}` ({machine})", ""])
+    return f"`{facts['command']}` ({machine})"
+
+
+def markdown(heads: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def markdown_table(paths: list[Path]) -> str:
+    facts, rows = read(paths[0])
+    heads = [name.replace("_", " ") for name in rows[0]]
+    table = markdown(heads, [list(map(readable, row.values())) for row in rows])
+    return "\n".join([*table, "", provenance(facts), ""])
+
+
+def headline_table(paths: list[Path]) -> str:
+    """Forward plus backward, ms; a provider's time from the first file that has it."""
+    runs = [read(path) for path in paths]
+    times: list[dict[str, dict[str, dict[str, float]]]] = []
+    for _, rows in runs:
+        points: dict[str, dict[str, dict[str, float]]] = {}
+        for row in rows:
+            if row["point"].startswith("headline/"):
+                providers = points.setdefault(row["point"], {})
+                directions = providers.setdefault(row["provider"], {})
+                directions[row["direction"]] = float(row["median_us"]) / 1e3
+        times.append(points)
+    releases = [facts["TransformerEngine"] for facts, _ in runs]
+    heads = ["dtype", "h", "d", "sequences"]
+    heads += ["copy", "token-linear", "of it backward", "speed / copy"]
+    heads += [text for release in releases for text in (f"TE {release}", "ratio")]
+    heads += ["torch.compile"]
+    lines = []
+    for point, first in times[0].items():
+        _, dtype, _, _, heads_, dim, _, sequences = point.split("/")[:8]
+        ours = sum(first["token_linear"].values())
+        copy = sum(first["copy"].values())
+        line = [dtype, heads_[1:], dim[1:], f"{int(sequences[1:]):,}"]
+        line += [f"{copy:.4f}", f"{ours:.4f}", f"{first['token_linear']['backward']:.4f}"]
+        line += [f"{copy / ours:.3f}"]
+        for run in times:
+            stock = sum(run[point]["stock TE"].values())
+            ratio = stock / sum(run[point]["token_linear"].values())
+            line += [f"{stock:.4g}", readable(f"{ratio:.4f}")]
+        line += [f"{sum(first['torch.compile'].values()):.4g}"]
+        lines.append(line)
+    texts = [provenance(facts) for facts, _ in runs]
+    return "\n".join([*markdown(heads, lines), "", *texts, ""])
+
+
+KINDS = {"table": markdown_table, "headline": headline_table}
 
 
 def readable(text: str) -> str:
@@ -38,7 +91,11 @@ def readable(text: str) -> str:
 
 
 def with_tables(text: str) -> str:
-    return MARKED.sub(lambda m: m["open"] + markdown_table(ROOT / m["csv"]) + m["close"], text)
+    def table(found: re.Match[str]) -> str:
+        paths = [ROOT / name for name in found["csv"].split()]
+        return found["open"] + KINDS[found["kind"]](paths) + found["close"]
+
+    return MARKED.sub(table, text)
 
 
 def main() -> int:
