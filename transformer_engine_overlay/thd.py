@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine_overlay import _native, checks
+from transformer_engine_overlay import _native, checks, faults  # noqa: F401 (reports at exit)
 
 
 def apply_rotary_pos_emb_thd(

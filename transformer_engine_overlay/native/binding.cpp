@@ -15,6 +15,7 @@
 
 #include "backend.h"
 #include "calls.h"
+#include "faults.h"
 #include "fused_rope/thd_plan.h"
 #include "torch_call.h"
 
@@ -89,7 +90,7 @@ void locate_tokens(uintptr_t cu_seqlens, uintptr_t start_positions, int32_t num_
     const int64_t sequence =
         warp_wide ? find_sequence<32>(batch, token) : find_sequence(batch, token);
     reinterpret_cast<int64_t *>(sequences)[token] = sequence;
-    reinterpret_cast<int64_t *>(rows)[token] = table_row(batch, token, sequence);
+    reinterpret_cast<int64_t *>(rows)[token] = table_row(batch, token, sequence).index;
   }
 }
 
@@ -118,6 +119,13 @@ std::string driver_complaint(const CudaVersions &versions) {
 #if !TE_OVERLAY_WITH_CUDA
 CudaVersions cuda_versions() { return {0, 0}; }
 
+void reset_faults(int device) {
+  FaultRecord *record = device_faults(device)->record.load();
+  if (record == nullptr) return;
+  record->valid = 0;
+  device_faults(device)->reported.store(false);
+}
+
 int64_t run_on_cuda(const ThdRopeParams &, Path, int, uintptr_t) {
   throw UnsupportedDevice(
       "transformer-engine-overlay was built without CUDA, and the tensors are on a CUDA device; "
@@ -144,6 +152,8 @@ NB_MODULE(_native, m) {
   m.def("count_passed_through",
         [] { counters().passed_through.fetch_add(1, std::memory_order_relaxed); });
   m.def("path_request", [] { return static_cast<int>(request_from_environment()); });
+  m.def("report_faults", &report_faults);
+  m.def("reset_faults", &reset_faults);
   m.def("body_counts", &body_counts);
   m.def("choose_body", &choose_body_for, nb::arg("dtype"), nb::arg("interleaved"),
         nb::arg("num_heads"), nb::arg("head_dim"), nb::arg("rotary_dim"), nb::arg("strides"),

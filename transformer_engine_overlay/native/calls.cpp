@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#include "faults.h"
 #include "fused_rope/thd_plan.h"
 
 namespace transformer_engine {
@@ -33,14 +34,28 @@ PathRequest request_from_environment() {
   return checked_request(std::getenv(kPathVariable));
 }
 
+void report_fault_of(int device) {
+  Fault fault;
+  if (!take_fault(device, &fault)) return;
+  nanobind::module_::import_("transformer_engine_overlay.faults")
+      .attr("report")(device, fault.kind, fault.sequence, fault.value, fault.limit, fault.cp_size,
+                      fault.cp_rank);
+}
+
+void report_faults() {
+  for (int device = -1; device < kMaxDevices; ++device) report_fault_of(device);
+}
+
 void run_call(const ThdRopeParams &params, PathRequest request, const Target &target, bool routed) {
   const Path path = choose_path(request);
+  if (target.device >= 0) report_fault_of(target.device);  // of calls before this one
   int64_t blocks = 0;
   {
     const nanobind::gil_scoped_release release;
     blocks = target.device < 0 ? run_on_cpu(params, path, target.num_threads)
                                : run_on_cuda(params, path, target.device, target.stream);
   }
+  if (target.device < 0) report_fault_of(target.device);  // the CPU is done
   if (blocks == 0) return;
   PathCounter &counter = counters().paths[static_cast<int>(path)];
   counter.calls.fetch_add(1, std::memory_order_relaxed);

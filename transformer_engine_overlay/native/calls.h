@@ -44,6 +44,13 @@ struct Target {
 PathRequest checked_request(const std::optional<std::string> &value);
 PathRequest request_from_environment();
 
+// Tells Python of the fault that a device met, once, if there is one by now; what Python raises is
+// thrown. -1 is the CPU backend.
+void report_fault_of(int device);
+
+// The same for all devices, at the end of the process.
+void report_faults();
+
 // Runs a call on the path that `request` and its shape lead to. Needs the GIL, and releases it.
 void run_call(const ThdRopeParams &params, PathRequest request, const Target &target, bool routed);
 

@@ -9,6 +9,7 @@
 
 #include "backend.h"
 #include "cpu_types.h"
+#include "faults.h"
 #include "fused_rope/thd_rotation.h"
 
 namespace transformer_engine {
@@ -72,13 +73,14 @@ class CpuRope {
  private:
   void process_token(int worker, int64_t token, int64_t sequence) {
     T *output = static_cast<T *>(params_.output) + token * row_size_;
-    const int64_t row = table_row(params_.batch, token, sequence);
-    if (row == kNoTableRow) {
+    const TableRow row = table_row(params_.batch, token, sequence);
+    if (row.faulty) record_host_fault(params_.batch, token);
+    if (row.index < 0) {
       std::fill_n(output, row_size_, from_float<T>(0.0f));
       return;
     }
     const T *input = static_cast<const T *>(params_.input) + token * params_.stride_t;
-    rotate_row(input, output, params_.freqs + row * params_.rotary_dim, angles_[worker]);
+    rotate_row(input, output, params_.freqs + row.index * params_.rotary_dim, angles_[worker]);
   }
 
   void rotate_row(const T *input, T *output, const float *table_row,
@@ -136,6 +138,18 @@ int64_t run_dtype(const ThdRopeParams &params, Path path, int num_workers) {
 }
 
 }  // namespace
+
+void record_host_fault(const PackedBatch &batch, int64_t token) {
+  static FaultRecord record;
+  DeviceFaults *faults = device_faults(-1);
+  if (faults->record.load(std::memory_order_acquire) != nullptr && record.valid != 0) return;
+  const std::lock_guard<std::mutex> lock(faults->mutex);
+  if (record.valid != 0) return;
+  record.fault = find_fault(batch, token);
+  std::atomic_thread_fence(std::memory_order_release);
+  *const_cast<volatile uint32_t *>(&record.valid) = 1;
+  faults->record.store(&record, std::memory_order_release);
+}
 
 int64_t run_on_cpu(const ThdRopeParams &params, Path path, int num_threads) {
   if (!has_elements(params)) return 0;

@@ -4,10 +4,12 @@
 
 #include <cuda_runtime.h>
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
 #include "backend.h"
+#include "faults.h"
 #include "fused_rope/thd_launch.cuh"
 #include "legacy_grid.cuh"
 
@@ -61,6 +63,59 @@ const std::string &cached_driver_complaint() {
 
 }  // namespace
 
+namespace {
+
+// One on each device that the module is loaded on: nothing to allocate, zero from the start.
+__device__ unsigned int fault_latch;
+
+// Lets this thread allocate while a stream is being captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture &) = delete;
+  RelaxedCapture &operator=(const RelaxedCapture &) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+}  // namespace
+
+FaultSink fault_sink(int device) {
+  DeviceFaults *faults = device_faults(device);
+  if (faults == nullptr) return {nullptr, nullptr};
+  if (faults->record.load(std::memory_order_acquire) != nullptr) return faults->sink;
+  const std::lock_guard<std::mutex> lock(faults->mutex);
+  if (faults->record.load(std::memory_order_relaxed) != nullptr) return faults->sink;
+  const RelaxedCapture relaxed;
+  void *host = nullptr, *mapped = nullptr, *latch = nullptr;
+  const bool made = cudaHostAlloc(&host, sizeof(FaultRecord), cudaHostAllocMapped) == cudaSuccess &&
+                    cudaHostGetDevicePointer(&mapped, host, 0) == cudaSuccess &&
+                    cudaGetSymbolAddress(&latch, fault_latch) == cudaSuccess;
+  if (!made) {  // faults go unreported; the call itself can do without
+    cudaGetLastError();
+    return {nullptr, nullptr};
+  }
+  std::memset(host, 0, sizeof(FaultRecord));
+  faults->sink = {static_cast<unsigned int *>(latch), static_cast<FaultRecord *>(mapped)};
+  faults->record.store(static_cast<FaultRecord *>(host), std::memory_order_release);
+  return faults->sink;
+}
+
+void reset_faults(int device) {
+  DeviceFaults *faults = device_faults(device);
+  FaultRecord *record = faults == nullptr ? nullptr : faults->record.load();
+  if (record == nullptr) return;
+  if (device >= 0) {
+    const DeviceGuard guard(device);
+    check_cuda(cudaDeviceSynchronize(), "waiting for the device");
+    check_cuda(cudaMemset(faults->sink.latch, 0, sizeof(unsigned int)), "clearing the latch");
+  }
+  record->valid = 0;
+  faults->reported.store(false);
+}
+
 CudaVersions cuda_versions() {
   CudaVersions versions{0, 0};
   if (cudaDriverGetVersion(&versions.driver) != cudaSuccess) versions.driver = 0;
@@ -86,8 +141,10 @@ int64_t run_on_cuda(const ThdRopeParams &params, Path path, int device, uintptr_
   }
   const DeviceGuard guard(device);
   const cudaStream_t cuda_stream = reinterpret_cast<cudaStream_t>(stream);
-  const cudaError_t error = token_linear ? launch_token_linear(params, cuda_stream)
-                                         : launch_legacy_grid(params, cuda_stream);
+  ThdRopeParams reporting = params;
+  reporting.faults = fault_sink(device);
+  const cudaError_t error = token_linear ? launch_token_linear(reporting, cuda_stream)
+                                         : launch_legacy_grid(reporting, cuda_stream);
   if (error == cudaErrorNoKernelImageForDevice) throw_no_kernel_image(device);
   check_cuda(error, "launching THD RoPE");
   return params.batch.num_sequences == 0 || params.batch.table_rows == 0 ? 0 : blocks;

@@ -172,18 +172,20 @@ __global__ void __launch_bounds__(kNarrowBlockSize, kHeads == 2 ? 14 : 11)
   }
   __syncwarp();  // without it the compiler moves these loads behind the search
 
-  const int64_t row = table_row_of_group<8>(params.batch, warp_token, group, plan.lane_bits);
+  const TableRow row = table_row_of_group<8>(params.batch, warp_token, group, plan.lane_bits);
   if (!has_token) return;
   T *output = token_output<T>(params, token);
-  if (row == kNoTableRow) {
+  if (row.index < 0) {
     zero_token(params, output, column, 1 << plan.lane_bits);
-    return;
+  } else {
+    if (has_unit) {
+      rotate_column<T, kInterleaved, kTranspose>(params, units, input, loading, output,
+                                                 params.freqs + row.index * params.rotary_dim,
+                                                 column);
+    }
+    copy_rest(params, plan.rest, input, output, column);
   }
-  if (has_unit) {
-    rotate_column<T, kInterleaved, kTranspose>(params, units, input, loading, output,
-                                               params.freqs + row * params.rotary_dim, column);
-  }
-  copy_rest(params, plan.rest, input, output, column);
+  if (row.faulty && column == 0) report_fault(params.batch, params.faults, token);
 }
 
 }  // namespace thd_rope

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "thd_fault.h"
 #include "thd_token_map.h"
 
 namespace transformer_engine {
@@ -22,6 +23,7 @@ struct ThdRopeParams {
   void *output;        // the same shape, contiguous
   const float *freqs;  // [batch.table_rows, rotary_dim], contiguous, angles in radians
   PackedBatch batch;
+  FaultSink faults;
   int64_t num_tokens;  // local rows in the tensor, tail rows included
   int64_t stride_t, stride_h, stride_d;
   int32_t num_heads;

@@ -129,14 +129,15 @@ __device__ __forceinline__ void process_token(const Group &group, const ThdRopeP
                                               int64_t token, int64_t sequence, PairAngles *angles) {
   T *output = static_cast<T *>(params.output) +
               token * (static_cast<int64_t>(params.num_heads) * params.head_dim);
-  const int64_t row = table_row(params.batch, token, sequence);
-  if (row == kNoTableRow) {
+  const TableRow row = table_row(params.batch, token, sequence);
+  if (row.index < 0) {
     zero_row<T>(group, params, output);
-    return;
+  } else {
+    const T *input = static_cast<const T *>(params.input) + token * params.stride_t;
+    rotate_row<T, kInterleaved, kTranspose>(group, params, input, output,
+                                            params.freqs + row.index * params.rotary_dim, angles);
   }
-  const T *input = static_cast<const T *>(params.input) + token * params.stride_t;
-  rotate_row<T, kInterleaved, kTranspose>(group, params, input, output,
-                                          params.freqs + row * params.rotary_dim, angles);
+  if (row.faulty && group.rank() == 0) report_fault(params.batch, params.faults, token);
 }
 
 // One warp a token; its owner is searched for once, by the whole warp.

@@ -39,7 +39,13 @@ struct LocalRows {
   int64_t end;
 };
 
-// The table row of a token that has none: a tail row, or a position outside of the table.
+// Where a token finds its angles. `index` is negative if nowhere: for a tail row, which is no
+// fault, and for a row before the first boundary or a position outside of the table, which are.
+struct TableRow {
+  int64_t index;
+  bool faulty;  // also where a boundary is not divisible by 2 * cp_size
+};
+
 constexpr int64_t kNoTableRow = -1;
 
 // The local row at which a sequence begins whose global boundary is `boundary`; for the last
@@ -66,18 +72,34 @@ THD_ROPE_HOST_DEVICE int64_t position_in_sequence(const PackedBatch &batch, int6
   return row + length * batch.cp_size - (batch.cp_rank + 1) * length / 2 - half;
 }
 
-// Table row of local token `token`, given the sequence that owns it and its rows; kNoTableRow if
-// the token lies outside of the sequence or its position lies outside of the table.
-THD_ROPE_HOST_DEVICE int64_t table_row(const PackedBatch &batch, int64_t token, int32_t sequence,
-                                       const LocalRows &rows) {
-  if (token < rows.begin || token >= rows.end) return kNoTableRow;
-  int64_t position = position_in_sequence(batch, token - rows.begin, rows.end - rows.begin);
-  if (batch.start_positions != nullptr) position += batch.start_positions[sequence];
-  return position >= 0 && position < batch.table_rows ? position : kNoTableRow;
+// Position of local token `token`, start position included, which selects the table row.
+THD_ROPE_HOST_DEVICE int64_t sequence_position(const PackedBatch &batch, int64_t token,
+                                               int32_t sequence, const LocalRows &rows) {
+  const int64_t position = position_in_sequence(batch, token - rows.begin, rows.end - rows.begin);
+  return batch.start_positions == nullptr ? position : position + batch.start_positions[sequence];
 }
 
-THD_ROPE_HOST_DEVICE int64_t table_row(const PackedBatch &batch, int64_t token, int32_t sequence) {
-  return table_row(batch, token, sequence, local_rows(batch, sequence));
+// Whether both of a sequence's boundaries divide by 2 * cp_size; `rows` are those of (begin, end).
+THD_ROPE_HOST_DEVICE bool divides(const PackedBatch &batch, int32_t begin, int32_t end,
+                                  const LocalRows &rows) {
+  return rows.begin * batch.cp_size == begin && rows.end * batch.cp_size == end &&
+         ((rows.begin | rows.end) & 1) == 0;
+}
+
+// Table row of local token `token`, given the sequence that owns it and its boundaries.
+THD_ROPE_HOST_DEVICE TableRow table_row(const PackedBatch &batch, int64_t token, int32_t sequence,
+                                        int32_t begin, int32_t end) {
+  const LocalRows rows = local_rows(batch, begin, end);
+  if (token >= rows.end) return {kNoTableRow, false};
+  if (token < rows.begin) return {kNoTableRow, true};
+  const int64_t position = sequence_position(batch, token, sequence, rows);
+  if (position < 0 || position >= batch.table_rows) return {kNoTableRow, true};
+  return {position, batch.cp_size != 1 && !divides(batch, begin, end, rows)};
+}
+
+THD_ROPE_HOST_DEVICE TableRow table_row(const PackedBatch &batch, int64_t token, int32_t sequence) {
+  return table_row(batch, token, sequence, batch.cu_seqlens[sequence],
+                   batch.cu_seqlens[sequence + 1]);
 }
 
 // The search for the owner of a token narrows [low, high) until one sequence is left, keeping
@@ -167,8 +189,9 @@ __device__ __forceinline__ int32_t find_sequence_warp(const PackedBatch &batch, 
 // here would share a scoreboard with those of the input, and wait for them. A token behind the 31
 // sequences is searched for by itself.
 template <int kMaxGroups>
-__device__ __forceinline__ int64_t table_row_of_group(const PackedBatch &batch, int64_t first_token,
-                                                      int group, int lane_bits) {
+__device__ __forceinline__ TableRow table_row_of_group(const PackedBatch &batch,
+                                                       int64_t first_token, int group,
+                                                       int lane_bits) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t token = first_token + group;
   const int32_t last = last_before(batch, token);
@@ -193,14 +216,15 @@ __device__ __forceinline__ int64_t table_row_of_group(const PackedBatch &batch, 
   const int ends_at = max(__ffs(beyond) - 1, 1);
   const int32_t begin = __shfl_sync(kAllLanes, boundary, ends_at - 1);
   const int32_t end = __shfl_sync(kAllLanes, boundary, ends_at);
-  int64_t row = table_row(batch, token, search.low + ends_at - 1, local_rows(batch, begin, end));
+  TableRow row = table_row(batch, token, search.low + ends_at - 1, begin, end);
   if (__any_sync(kAllLanes, beyond == 0)) {
     const SequenceSearch rest{min(search.low + kWarpSize - 1, batch.num_sequences - 1),
                               batch.num_sequences};
 #pragma unroll 1
     for (int i = 0; i < kMaxGroups; ++i) {
       const int32_t other = __shfl_sync(kAllLanes, last, i << lane_bits);
-      const int64_t far = table_row(batch, first_token + i, find_sequence_warp(batch, rest, other));
+      const TableRow far =
+          table_row(batch, first_token + i, find_sequence_warp(batch, rest, other));
       if (group == i && beyond == 0) row = far;
     }
   }

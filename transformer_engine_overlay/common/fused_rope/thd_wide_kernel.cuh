@@ -76,12 +76,13 @@ __global__ void __launch_bounds__(kLanes, 1024 / kLanes)
   for (int k = 0; k < kUnits; ++k) load_next(&units[k]);
   __syncwarp();  // without it the compiler moves these loads behind the search
 
-  const int64_t row = table_row_of_group<1>(params.batch, token, 0, 5);
-  if (row == kNoTableRow) {
+  const TableRow row = table_row_of_group<1>(params.batch, token, 0, 5);
+  if (row.index < 0) {
     zero_token(params, output, rank, kLanes);
+    if (row.faulty && rank == 0) report_fault(params.batch, params.faults, token);
     return;
   }
-  const float *first = params.freqs + row * params.rotary_dim;
+  const float *first = params.freqs + row.index * params.rotary_dim;
   store_angles<U::kPairs, kLanes, kAngleBatch>(first, first + distance, kInterleaved ? 2 : 1,
                                                params.rotary_dim / 2, rank, angles,
                                                plan.slot_stride);
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(kLanes, 1024 / kLanes)
     }
   } while (storing.head < params.num_heads);
   copy_rest(params, plan.rest, input, output, rank);
+  if (row.faulty && rank == 0) report_fault(params.batch, params.faults, token);
 }
 
 }  // namespace thd_rope
