@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from transformer_engine_overlay import ops  # noqa: F401 (registers the operator)
 from transformer_engine_overlay.gate import OverlayError
 from transformer_engine_overlay.patching import disable, enable, patched, status
 from transformer_engine_overlay.thd import apply_rotary_pos_emb_thd, path_counts

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from transformer_engine_overlay import _native, checks, faults  # noqa: F401 (reports at exit)
+
+# What takes the call's place under torch.compile; ops.py, which needs this module, sets it.
+_in_graph: Callable[..., torch.Tensor] | None = None
 
 
 def apply_rotary_pos_emb_thd(
@@ -71,10 +75,14 @@ def apply_rotary_pos_emb_thd(
     Runs on the current stream of the device of `t`, whichever device is current. Autocast does not
     touch it: the output has the dtype of `t`. The environment variable
     ``NVTE_FUSED_ROPE_THD_TOKEN_LINEAR`` forces one of the two paths (``1`` token-linear, ``0``
-    legacy grid); both give the same bits. Transforms of ``torch.func`` and graph tracing by
-    ``make_fx`` or ``torch.export`` are not supported; ``torch.compile`` breaks the graph at the
-    call.
+    legacy grid); both give the same bits. ``torch.compile`` keeps the call in its graph as the
+    operator ``transformer_engine_overlay::rotate_thd`` (torch 2.4 and later), with the same bits.
+    Transforms of ``torch.func`` and graph tracing by ``make_fx`` are not supported.
     """
+    if torch.compiler.is_compiling() and _in_graph is not None:
+        return _in_graph(
+            t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, False
+        )
     result: torch.Tensor = _ThdRope.apply(  # type: ignore[no-untyped-call]
         t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, False
     )
