@@ -89,7 +89,7 @@ class TestShares:
         assert local_token_indices(boundaries([0]), 2, 1).tolist() == []
 
     @pytest.mark.parametrize(
-        ("cu", "cp_size", "cp_rank", "message"),
+        ("cu", "size", "rank", "message"),
         [
             ([0, 8, 14], 2, 0, r"sequence 1 has length 6; with cp_size 2 .* by 4: pad it"),
             ([0, 8, 4], 2, 0, "sequence 1 has length -4: boundaries in cu_seqlens must not"),
@@ -101,9 +101,9 @@ class TestShares:
             ([[0, 8]], 2, 0, r"cu_seqlens has shape \[1, 2\]"),
         ],
     )
-    def test_refused(self, cu: list[int], cp_size: int, cp_rank: int, message: str) -> None:
+    def test_refused(self, cu: list[int], size: int, rank: int, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            local_token_indices(boundaries(cu), cp_size, cp_rank)
+            local_token_indices(boundaries(cu), size, rank)
 
     @settings(deadline=None)  # the first call of a torch function can take long
     @given(LENGTHS, CP_SIZES)
