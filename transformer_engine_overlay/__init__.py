@@ -16,6 +16,7 @@ except ModuleNotFoundError as error:
 
 from transformer_engine_overlay.gate import OverlayError
 from transformer_engine_overlay.patching import disable, enable, patched, status
+from transformer_engine_overlay.ranks import status_across_ranks
 from transformer_engine_overlay.thd import apply_rotary_pos_emb_thd, path_counts
 
 try:
@@ -32,4 +33,5 @@ __all__ = [
     "patched",
     "path_counts",
     "status",
+    "status_across_ranks",
 ]
