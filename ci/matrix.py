@@ -19,7 +19,6 @@ import importlib.metadata
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -63,11 +62,12 @@ class Cell:
     def file_name(self) -> str:
         return "-".join(map(self.value, AXES))
 
-    def pytest_arguments(self) -> list[str]:
-        tests = ["tests", "--ignore=tests/te"] if self.te == NO_TE else ["tests/te"]
+    def pytest_arguments(self, root: str = "") -> list[str]:
+        tests, te = f"{root}tests", f"{root}tests/te"
+        paths = [tests, f"--ignore={te}"] if self.te == NO_TE else [te]
         options = {"size": self.cp_size, "rank": self.cp_rank, "dtype": self.dtype}
         named = [part for name, value in options.items() for part in (f"--cp-{name}", str(value))]
-        return [*tests, *named, "--cp-device", self.device]
+        return [*paths, *named, "--cp-device", self.device]
 
     def environment(self) -> dict[str, str]:
         """Variables that make a test fail which could not run, instead of being skipped."""
@@ -156,17 +156,16 @@ def grouped(cells: Sequence[Cell], axes: Sequence[str]) -> list[dict[str, str]]:
 
 
 def run_cell(cell: Cell, workers: int, folder: Path, threads: int) -> Outcome:
-    report = folder / f"{cell.file_name}.xml"
+    report = folder.resolve() / f"{cell.file_name}.xml"
     report.unlink(missing_ok=True)
-    # pytest's own script: `python -m pytest` would put the checkout before the installed package.
-    pytest = shutil.which("pytest", path=str(Path(sys.executable).parent)) or "pytest"
-    command = [pytest, *cell.pytest_arguments(), "-q", "-n", str(workers), f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *cell.pytest_arguments(f"{ROOT}/"), "-q"]
+    # Of cells that run at once, none may change the cache of another.
+    command += ["-n", str(workers), f"--junitxml={report}", "-p", "no:cacheprovider"]
     begin = time.perf_counter()
     try:
         done = subprocess.run(
-            # Of cells that run at once, none may remove or reuse the cache of another.
-            [*command, "-p", "no:cacheprovider"],
-            cwd=ROOT,
+            command,
+            cwd=ROOT / "tests",  # in the root, the source folder would hide the installed package
             env={"OMP_NUM_THREADS": str(threads), **os.environ, **cell.environment()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

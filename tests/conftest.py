@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
     cp_size, cp_rank = (config.getoption(f"cell_{axis}") for axis in ("cp_size", "cp_rank"))
     if cp_size is not None and cp_rank is not None and not 0 <= cp_rank < cp_size:
         raise pytest.UsageError(f"--cp-rank is {cp_rank}; it must be in [0, {cp_size})")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file that has no case of a rank: a cell is small, and there are many."""
+    if config.getoption("cell_cp_rank") is None or collection_path.suffix != ".py":
+        return None
+    return "cp_rank" not in collection_path.read_text(encoding="utf-8") or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
