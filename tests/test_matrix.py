@@ -201,3 +201,29 @@ def test_rank_out_of_range_is_refused(tmp_path: Path) -> None:
     done = python("-m", "pytest", *options, file, folder=tmp_path)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--cp-rank is 2; it must be in [0, 2)" in done.stdout
+
+
+@pytest.fixture
+def workflow() -> str:
+    file = ROOT / ".github" / "workflows" / "ci.yml"
+    if not file.exists():
+        pytest.skip("the workflow is not part of this copy of the source")
+    return file.read_text(encoding="utf-8")
+
+
+class TestWorkflow:
+    def test_it_runs_scripts_that_exist(self, workflow: str) -> None:
+        scripts = set(re.findall(r"\bci/[\w.-]+", workflow)) - {"ci/"}
+        assert {"ci/in-env", "ci/lint", "ci/matrix.py", "ci/wheel"} <= scripts
+        assert all(os.access(ROOT / script, os.R_OK) for script in scripts)
+        called = set(re.findall(r"- run: (ci/[\w-]+)", workflow))
+        assert all(os.access(ROOT / script, os.X_OK) for script in called)
+
+    def test_its_jobs_are_those_of_the_matrix(self, workflow: str) -> None:
+        commands = re.findall(r"python ci/matrix.py (json [^)]*)\)", workflow)
+        jobs = [json.loads(matrix(*command.split()).stdout)["include"] for command in commands]
+        assert [len(some) for some in jobs] == [len(RANKS), 3]
+        used = set(re.findall(r"matrix\.(\w+)", workflow)) - {"py", "python", "cuda", "image"}
+        assert used == {"device", "te", "cp_size", "cp_rank", "select"}
+        assert all(used <= job.keys() for job in jobs[0])
+        assert all({"device", "te", "select"} <= job.keys() for job in jobs[1])
