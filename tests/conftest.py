@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that every test file shares: the device, and a call through both forced paths."""
+"""What every test file shares: selection by rank, the device, a call through both forced paths."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from cells import coordinates
 from stub_fixtures import stub, te  # noqa: F401 (fixtures of all test files)
 
 from transformer_engine_overlay import _native, path_counts
@@ -15,6 +17,46 @@ from transformer_engine_overlay.verify import same_bits
 
 PATH_VARIABLE = "NVTE_FUSED_ROPE_THD_TOKEN_LINEAR"
 FORCED = {"0": "legacy_grid", "1": "token_linear"}
+# options that select a cell of ci/matrix.toml, by axis
+CELL_OPTIONS = {
+    "cp_size": {"type": int, "help": "cases of this context-parallel size only"},
+    "cp_rank": {"type": int, "help": "cases of this rank only"},
+    "dtype": {
+        "choices": ["float32", "float16", "bfloat16"],
+        "help": "cases of this element type only; those without one are float32",
+    },
+    "device": {"choices": ["cpu", "cuda"], "help": "cases on this device only"},
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("context-parallel matrix")
+    for axis, how in CELL_OPTIONS.items():
+        group.addoption(f"--cp-{axis.removeprefix('cp_')}", dest=f"cell_{axis}", **how)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    cp_size, cp_rank = (config.getoption(f"cell_{axis}") for axis in ("cp_size", "cp_rank"))
+    if cp_size is not None and cp_rank is not None and not 0 <= cp_rank < cp_size:
+        raise pytest.UsageError(f"--cp-rank is {cp_rank}; it must be in [0, {cp_size})")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file that has no case of a rank: a cell is small, and there are many."""
+    if config.getoption("cell_cp_rank") is None or collection_path.suffix != ".py":
+        return None
+    return "cp_rank" not in collection_path.read_text(encoding="utf-8") or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    options = {axis: config.getoption(f"cell_{axis}") for axis in CELL_OPTIONS}
+    wanted = {axis: str(value) for axis, value in options.items() if value is not None}
+    if not wanted:
+        return
+    chosen = [wanted.items() <= coordinates(item).items() for item in items]
+    left_out = [item for item, kept in zip(items, chosen, strict=True) if not kept]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item, kept in zip(items, chosen, strict=True) if kept]
 
 
 def missing_gpu() -> str:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every cp_rank of every cp_size: the ranks put together equal cp_size 1, bit for bit."""
+"""Every cp_rank of every cp_size: the ranks put together equal cp_size 1, bit for bit.
+
+``pytest --cp-size 4 --cp-rank 3`` runs the cases of one rank, here and in the other files.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,53 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from packed import DTYPES, PAIRINGS, boundaries, randn, random_table
 
-from transformer_engine_overlay.packing import (
-    local_token_indices,
-    merge_ranks,
-    padded_cu_seqlens,
-    split_for_rank,
-)
-from transformer_engine_overlay.thd import rotate_thd
-from transformer_engine_overlay.verify import same_bits
+from transformer_engine_overlay.cases import draw_case, make_batch
+from transformer_engine_overlay.packing import merge_ranks, padded_cu_seqlens, split_for_rank
+from transformer_engine_overlay.reference import rope_thd_reference
+from transformer_engine_overlay.thd import apply_rotary_pos_emb_thd, rotate_thd
+from transformer_engine_overlay.verify import TOLERANCES, same_bits
 
 BothPaths = Callable[..., torch.Tensor]
-EVERY_RANK = [(size, rank) for size in (2, 4, 8) for rank in range(size)]
+EVERY_RANK = [(size, rank) for size in (1, 2, 4, 8) for rank in range(size)]
 LENGTHS = [48, 0, 16, 96, 32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize(("cp_size", "cp_rank"), EVERY_RANK)
+def test_rank_matches_the_oracle(
+    device: torch.device,
+    dtype: torch.dtype,
+    index: int,
+    cp_size: int,
+    cp_rank: int,
+    both_paths: BothPaths,
+) -> None:
+    """Batches as `te-overlay verify` draws them, with other seeds, through the public function."""
+    case = draw_case(cp_size * 8 + cp_rank + 1, index, dtype, cp_size, tokens=256)
+    batch = make_batch(case, device)
+    grad_output = batch.local(batch.grad_output, cp_rank)
+    arguments = {
+        "start_positions": batch.start_positions,
+        "interleaved": case.interleaved,
+        "cp_size": cp_size,
+        "cp_rank": cp_rank,
+    }
+
+    def both_directions() -> torch.Tensor:
+        x = batch.local(batch.t, cp_rank).requires_grad_()
+        y = apply_rotary_pos_emb_thd(x, batch.freqs, batch.cu_seqlens, **arguments)
+        return torch.cat([y.detach(), *torch.autograd.grad(y, x, grad_output)])
+
+    actual = both_paths(both_directions, calls=2)
+    x = batch.local(batch.t, cp_rank).double().requires_grad_()
+    y = rope_thd_reference(x, batch.freqs, batch.cu_seqlens, **arguments)
+    # Tail rows are constants in the oracle, and NaN times zero is NaN.
+    (grad,) = torch.autograd.grad(y, x, grad_output.double().nan_to_num())
+    rtol, atol = TOLERANCES[dtype]
+    torch.testing.assert_close(actual.double(), torch.cat([y.detach(), grad]), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,44 +94,3 @@ def test_ranks_reassemble(device: torch.device, cp_size: int) -> None:
         for rank in range(cp_size)
     ]
     assert same_bits(merge_ranks(shards, cu), rotate_thd(t, freqs, cu, None, False, 1, 0, False))
-
-
-class TestPacking:
-    @pytest.mark.parametrize(
-        ("lengths", "cp_size", "expected"),
-        [
-            ([4, 8, 6, 10], 1, [0, 4, 12, 18, 28]),
-            ([4, 8, 6, 10], 2, [0, 4, 12, 20, 32]),
-            ([698], 4, [0, 704]),
-            ([0, 1, 0], 8, [0, 0, 16, 16]),
-            ([], 2, [0]),
-        ],
-    )
-    def test_padded_cu_seqlens(self, lengths: list[int], cp_size: int, expected: list[int]) -> None:
-        cu = padded_cu_seqlens(lengths, cp_size)
-        assert cu.dtype == torch.int32
-        assert cu.tolist() == expected
-
-    def test_refuses_negative_and_huge_lengths(self) -> None:
-        with pytest.raises(ValueError, match="lengths holds -3"):
-            padded_cu_seqlens([4, -3])
-        with pytest.raises(ValueError, match="add up to 2147483648 tokens"):
-            padded_cu_seqlens([2**30, 2**30])
-
-    def test_dual_chunk_order(self) -> None:
-        cu = boundaries([0, 8, 12])
-        assert local_token_indices(cu, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
-        assert local_token_indices(cu, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
-        assert local_token_indices(cu, 1, 0).tolist() == list(range(12))
-
-    def test_refuses_what_does_not_divide(self) -> None:
-        with pytest.raises(ValueError, match=r"sequence 1 has length 6; with cp_size 2 .* by 4"):
-            local_token_indices(boundaries([0, 8, 14]), 2, 0)
-
-    @given(st.lists(st.integers(0, 30), max_size=12), st.sampled_from([1, 2, 4, 8]))
-    def test_merge_undoes_split(self, lengths: list[int], cp_size: int) -> None:
-        cu = padded_cu_seqlens(lengths, cp_size)
-        packed = torch.arange(int(cu[-1]))
-        shards = [split_for_rank(packed, cu, cp_size, rank) for rank in range(cp_size)]
-        tail = torch.tensor([-1, -1])
-        assert torch.equal(merge_ranks([torch.cat([s, tail]) for s in shards], cu), packed)

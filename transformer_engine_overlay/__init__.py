@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
 from transformer_engine_overlay import ops  # noqa: F401 (registers the operator)
 from transformer_engine_overlay.gate import OverlayError
 from transformer_engine_overlay.patching import disable, enable, patched, status
+from transformer_engine_overlay.ranks import status_across_ranks
 from transformer_engine_overlay.thd import apply_rotary_pos_emb_thd, path_counts
 
 try:
@@ -33,4 +34,5 @@ __all__ = [
     "patched",
     "path_counts",
     "status",
+    "status_across_ranks",
 ]
