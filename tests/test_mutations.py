@@ -34,8 +34,8 @@ MUTATIONS = {
     ),
     "off-by-one owner": Mutation(
         "thd_token_map.h",
-        "local_boundary(batch, end) > token",
-        "local_boundary(batch, end) >= token",
+        "end >= search.high || boundary > last;",
+        "end >= search.high || boundary >= last;",
         (
             "test_index_math.py::test_owner_among_many_sequences",
             "test_behaviour.py::TestEmpty::test_sequences[cpu]",

@@ -146,7 +146,7 @@ __device__ __forceinline__ void rotate_column(const ThdRopeParams &params,
 // A token has 1 << plan.lane_bits lanes, of which as many work as a head has units; kHeads heads
 // are in flight. Needs what choose_body() checks.
 template <typename T, bool kInterleaved, bool kTranspose, int kHeads>
-__global__ void __launch_bounds__(kNarrowBlockSize, kHeads == 2 ? 14 : 11)
+__global__ void __launch_bounds__(kNarrowBlockSize, resident_blocks(kHeads == 2 ? 14 : 11))
     thd_token_linear_narrow_kernel(const ThdRopeParams params, const VectorPlan plan) {
   using U = Unit<T, kInterleaved>;
   const int lane = threadIdx.x % kWarpSize;

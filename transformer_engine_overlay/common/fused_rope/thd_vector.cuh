@@ -18,6 +18,20 @@
 namespace transformer_engine {
 namespace thd_rope {
 
+// What __launch_bounds__ may ask for: chips differ in how many blocks a multiprocessor holds, and
+// more is a warning.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 750 || __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870
+constexpr int kMaxResidentBlocks = 16;
+#elif __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+constexpr int kMaxResidentBlocks = 24;
+#else
+constexpr int kMaxResidentBlocks = 32;
+#endif
+
+constexpr int resident_blocks(int wanted) {
+  return wanted < kMaxResidentBlocks ? wanted : kMaxResidentBlocks;
+}
+
 // Loads from the angle table that ask the L2 to keep it: other sequences come back to the same rows
 // when as much input and output as the L2 holds has gone by. Worth 2% with 8 sequences.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_angles(const float *first, const float *se
 
 // kLanes lanes, the whole block, take a token. Needs what choose_body() checks.
 template <typename T, bool kInterleaved, bool kTranspose, int kLanes>
-__global__ void __launch_bounds__(kLanes, 1024 / kLanes)
+__global__ void __launch_bounds__(kLanes, resident_blocks(1024 / kLanes))
     thd_token_linear_wide_kernel(const ThdRopeParams params, const VectorPlan plan) {
   using U = Unit<T, kInterleaved>;
   constexpr int kUnits = 4 / U::kVectors;  // in flight
