@@ -11,23 +11,38 @@ of the cosine product. A library is a shared object, a wheel, or a requirement t
 The disassembly of each kernel is followed backwards: from a store, through conversions, to the
 addition that made the value; from its operands to the loads they stem from. An element comes from
 global memory, an angle from shared memory. TransformerEngine's kernels keep all cosines before all
-sines, so a sine's address depends on the parameter `d2`; ours keep (cos, sin) pairs in 16 bytes.
+sines, so a sine's address depends on the parameter `d2`; ours keep (cos, sin) pairs in 16 bytes, or
+in registers. There sincosf itself tells them apart: it chooses the polynomial by the quadrant.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from sass import (
+    ALL_BYTES,
+    DTYPES,
+    LOAD,
+    PREDICATE,
+    Leaf,
+    Listing,
+    Register,
+    call,
+    disassemble,
+    extract,
+    find_tool,
+    kernels,
+    registers,
+    variant,
+)
 
 ORDERS = {
     "cosine_fused": "fma(x, cos, x_partner*sin)",
@@ -36,174 +51,99 @@ ORDERS = {
     "unclear": "unclear",
 }
 COLUMNS = ["library", "chip", "kernel", "dtype", "variant", "order", *ORDERS, "sincos"]
-KERNEL = re.compile(
-    r"\d+(?P<kernel>fused_rope_(?:thd_linear_grid_)?(?:forward|backward)_kernel"
-    r"|thd_(?:token_linear|legacy_grid)[a-z_]*_kernel)"
-    r"I(?P<dtype>f|6__half|13__nv_bfloat16)(?P<variant>(?:L[a-z]\d+E)*)EEv"
-)
-DTYPES = {"f": "float32", "6__half": "float16", "13__nv_bfloat16": "bfloat16"}
 D2_OFFSET = 0x40  # of the parameter `d2` from the first parameter, in all fused_rope kernels
 # The first constant of the range reduction that the precise sincosf does and the fast one leaves.
 PRECISE_SINCOS = "-1.57079625"
-
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@(!?)(U?P\w)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
-LABEL = re.compile(r"^(\.L_x_\d+|\$\S+):")
-TARGET = re.compile(r"`\((\S+?)\)")
-REGISTER = re.compile(r"\b(U?R)(\d+)\b")
-PREDICATE = re.compile(r"!?(U?P)(\d|T)(?:\.\w+)*$")
+# A coefficient next to the last step of each of sincosf's polynomials.
+POLYNOMIALS = {"-0.49999997": "cos", "-0.16666662": "sin"}
+FAST_SINCOS = {"MUFU.COS": "cos", "MUFU.SIN": "sin"}
 PARAMETER = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 SHARED_OFFSET = re.compile(r"(-?0x[0-9a-f]+)\]")
-
-COMPARISON = re.compile(r"[A-Z]*SETP2?|U?PLOP3")  # writes predicates only
-NO_RESULT = re.compile(
-    r"(ST[GSL]?|BRA|EXIT|RET|CALL|B(AR|SSY|SYNC|REAK|MOV)|NOP|WARPSYNC|MEMBAR|RED|R2P)(\.|$)"
-)
-LOAD = re.compile(r"(LDG|LDS|LDL|LD|LDC|ULDC|LDCU)(\.|$)")
-TWO_WORDS = re.compile(r"D[A-Z]+|CS2R$|(U?MOV|U?IADD3?)\.64|U?IMAD\.WIDE|[IF]2F\.F64|F2I\.[SU]64")
 # Operations that change the format of a value and not what it stems from.
-TRANSPARENT = re.compile(r"(IMAD\.(MOV|U32|SHL)|U?MOV|PRMT|F?SEL|F2FP?|HADD2|SHF|LOP3|R2UR)(\.|$)")
+TRANSPARENT = re.compile(
+    r"(IMAD\.(MOV|U32|SHL)|U?MOV|PRMT|F?SEL|F2FP?|HADD2|SHF|LOP3|R2UR|LDL|STL)(\.|$)"
+)
 
 Row = dict[str, str | int]
-Fact = tuple[str, bool]  # a predicate and its value
-Register = tuple[str, int]  # "R" or "UR", and the number
-Leaf = tuple[int, int]  # an instruction and which word of its result
 
 
-class Instruction:
-    """One line of the listing."""
-
-    def __init__(self, guard: Fact | None, opcode: str, operands: list[str]) -> None:
-        self.guard, self.opcode, self.operands = guard, opcode, operands
-        self.result: Register | None = None
-        self.predicates: set[str] = set()  # those it writes
-        rest = list(operands)
-        if not NO_RESULT.match(opcode):
-            # Predicates are written before the register (LOP3) or behind it (a carry).
-            take_predicates(rest, self.predicates)
-            if not COMPARISON.match(opcode) and rest:
-                self.result = next(iter(registers(rest.pop(0))), None)
-                take_predicates(rest, self.predicates)
-        self.sources = [registers(operand) for operand in rest]
-        if ".64" in opcode and not LOAD.match(opcode):
-            self.sources += [[(kind, n + 1) for kind, n in some] for some in self.sources]
-        self.width = 2 if TWO_WORDS.match(opcode) else 1  # of what it writes, in registers
-        if LOAD.match(opcode) or self.name in ("STG", "ST"):
-            found = re.search(r"\.(64|128|256)(\.|$)", opcode)
-            self.width = int(found[1]) // 32 if found else 1
-
-    @property
-    def name(self) -> str:
-        return self.opcode.split(".")[0]
-
-    def word_of(self, register: Register) -> int | None:
-        """Which word of the result goes into a register."""
-        kind, number = self.result or ("", 0)
-        word = register[1] - number
-        return word if kind == register[0] and 0 <= word < self.width else None
-
-    def origins(self, *, low_half: bool) -> list[Register]:
-        """The registers read; for the low half of PRMT's result, those that it takes bytes of."""
-        operands = self.sources
-        if low_half and self.name == "PRMT" and self.operands[2].startswith("0x"):
-            selector = int(self.operands[2], 16)
-            operands = [self.sources[2 if byte & 4 else 0] for byte in (selector, selector >> 4)]
-        return [name for names in operands for name in names]
-
-    def is_zero(self, operand: int) -> bool:
-        return self.operands[operand].lstrip("-") == "RZ"
-
-    def targets(self, labels: dict[str, int]) -> list[int]:
-        return [labels[name] for name in TARGET.findall(self.operands[-1])]
-
-
-def registers(operand: str) -> list[Register]:
-    return [(kind, int(number)) for kind, number in REGISTER.findall(operand)]
-
-
-def take_predicates(operands: list[str], into: set[str]) -> None:
-    while operands and PREDICATE.match(operands[0]):
-        into.add(operands.pop(0))
-
-
-def opposite(fact: Fact) -> Fact:
-    return fact[0], not fact[1]
-
-
-class Kernel:
-    """The listing of one kernel, with the questions about where values come from."""
+class Kernel(Listing):
+    """The listing of one kernel, with the questions about its rotations."""
 
     def __init__(self, listing: str, *, chip: int, pairs: bool) -> None:
-        self.code: list[Instruction] = []
+        super().__init__(listing)
         self.pairs = pairs
         self.d2 = D2_OFFSET + (0x160 if chip < 90 else 0x210 if chip < 100 else 0x380)
-        labels: dict[str, int] = {}
-        for line in listing.splitlines():
-            if found := LABEL.match(line):
-                labels[found[1]] = len(self.code)
-            elif (found := INSTRUCTION.search(line)) and found[2] not in ("PT", "UPT"):
-                guard = (found[2], not found[1]) if found[2] else None
-                operands = re.split(r",\s*", found[4]) if found[4] else []
-                self.code.append(Instruction(guard, found[3], operands))
-        # What may run right before each instruction. A call is stepped over.
-        self.before: list[list[int]] = [[] for _ in self.code]
-        self._connect(labels)
+        self.swaps: dict[int, str | None] = {}
+        self.results: set[int] = set()  # the operations that make stored values
+        stores = [i for i, one in enumerate(self.code) if one.name in ("STG", "ST")]
+        self.stores = [i for i in stores if not (pairs and self.copies(i))]
 
-    def _connect(self, labels: dict[str, int]) -> None:
-        barriers: dict[str, list[int]] = {}
-        for one in self.code:
-            if one.name == "BSSY":
-                barriers.setdefault(one.operands[0], []).extend(one.targets(labels))
-        for index, one in enumerate(self.code):
-            jumps = one.opcode == "BRA" and len(one.operands) == 1
-            follows = one.guard is not None or not (jumps or one.name in ("EXIT", "RET"))
-            targets = one.targets(labels) if one.name in ("BRA", "WARPSYNC") else []
-            if one.name == "BSYNC":
-                # Goes on where the matching BSSY says: behind itself, mostly.
-                targets = barriers.get(one.operands[0], [])
-                targets = [index + 1] if index + 1 in targets else targets
-                follows = False
-            for target in targets + [index + 1] * follows:
-                if target < len(self.code):
-                    self.before[target].append(index)
+    def slice(self, index: int, names: Sequence[Register]) -> set[Leaf]:
+        """All instructions that the registers `names` at `index` are made by.
 
-    def definitions(self, index: int, register: Register) -> set[Leaf]:
-        """Which instructions may have written what `index` reads, and which word of their result.
-
-        What is known of predicates on the way back, from guards, rules out some of the writers.
+        Back to loads, to sines and cosines in registers, and to rotated values: where a loop
+        rotates in place, a value seems to stem from the one that the round before stored.
         """
-        stack = [(index, frozenset(filter(None, [self.code[index].guard])))]
+        stack = [(index, name, ALL_BYTES) for name in names]
         seen = set(stack)
         found: set[Leaf] = set()
         while stack:
-            at, facts = stack.pop()
-            for previous in self.before[at]:
-                one = self.code[previous]
-                known = {fact for fact in facts if fact[0] not in one.predicates}
-                if one.name in ("R2P", "CALL"):
-                    known.clear()
-                word = one.word_of(register)
-                if word is not None and (one.guard is None or opposite(one.guard) not in known):
-                    found.add((previous, word))
-                    if one.guard is None or one.guard in known:
-                        continue
-                    known.add(opposite(one.guard))
-                state = (previous, frozenset(known))
-                if state not in seen:
-                    seen.add(state)
-                    stack.append(state)
+            user, name, needed = stack.pop()
+            for at, word in self.definitions(user, name):
+                found.add((at, word))
+                one = self.code[at]
+                if not (one.is_load or at in self.results or self.swapped(at)):
+                    read = {(at, *origin) for origin in one.origins(word, needed)}
+                    stack += read - seen
+                    seen |= read
         return found
 
-    def slice(self, index: int, names: Sequence[Register]) -> set[Leaf]:
-        """All instructions that the registers `names` at `index` are made by, back to loads."""
-        stack = [(index, name) for name in names]
-        seen: set[Leaf] = set()
-        while stack:
-            for leaf in self.definitions(*stack.pop()) - seen:
-                seen.add(leaf)
-                one = self.code[leaf[0]]
-                if not LOAD.match(one.opcode):
-                    stack += [(leaf[0], name) for name in one.origins(low_half=False)]
-        return seen
+    def polynomial(self, index: int, names: Sequence[Register]) -> str:
+        """Which polynomial of sincosf ends in the registers, "cos" or "sin"; "?" for neither."""
+        found = set()
+        for last in {at for name in names for at, _ in self.definitions(index, name)}:
+            origins = [name for name, _ in self.code[last].origins()]
+            before = {at for name in origins for at, _ in self.definitions(last, name)}
+            steps = [self.code[at] for at in before if self.code[at].name == "FFMA"]
+            kinds = {POLYNOMIALS.get(one.operands[3][:11], "?") for one in steps} - {"?"}
+            found.add(kinds.pop() if len(kinds) == 1 and self.code[last].name == "FFMA" else "?")
+        return found.pop() if len(found) == 1 else "?"
+
+    def odd(self, index: int, operand: str) -> bool | None:
+        """Whether a predicate says that the quadrant is odd (True) or even (False)."""
+        if not (name := PREDICATE.match(operand)) or name[2] == "T":
+            return None
+        found: set[bool | None] = set()
+        for at, _ in self.definitions(index, (name[1], int(name[2]))):
+            one = self.code[at]
+            text = " ".join(one.operands[1:]).replace(".reuse", "")
+            compares = re.match(
+                r"ISETP\.(NE|EQ)\.(U32\.)?AND PT R\d+ (0x1|RZ) PT$", f"{one.opcode} {text}"
+            )
+            if compares:
+                found.add((compares[1] == "EQ") == (compares[3] == "0x1"))
+            else:
+                masks = one.name == "LOP3" and re.match(r"RZ R\d+ 0x1 RZ 0xc0 ", text)
+                found.add(True if masks else None)
+        holds = found.pop() if len(found) == 1 else None
+        return holds if holds is None or operand[0] != "!" else not holds
+
+    def swapped(self, index: int) -> str | None:
+        """What an instruction gives that chooses a polynomial by the quadrant: "cos" or "sin".
+
+        The fast sincosf has an instruction for each of the two.
+        """
+        if index not in self.swaps:
+            one = self.code[index]
+            self.swaps[index] = FAST_SINCOS.get(one.opcode)
+            if one.name in ("FSEL", "SEL"):
+                first, second = (self.polynomial(index, one.sources[i]) for i in (0, 1))
+                odd = self.odd(index, one.operands[3])
+                if {first, second} == {"cos", "sin"} and odd is not None:
+                    # In odd quadrants the sine is what the polynomial of the cosine gives.
+                    self.swaps[index] = second if odd else first
+        return self.swaps[index]
 
     def angle(self, leaf: Leaf) -> str:
         """What a load from shared memory gives: "cos" or "sin"."""
@@ -223,35 +163,45 @@ class Kernel:
         """What registers stem from: elements ("x"), cosines ("cos"), sines ("sin")."""
         leaves = [(leaf, self.code[leaf[0]].name) for leaf in self.slice(index, names)]
         found = {self.angle(leaf) for leaf, name in leaves if name == "LDS"}
+        found |= {angle for leaf, _ in leaves if (angle := self.swapped(leaf[0]))}
         return found | {"x" for _, name in leaves if name in ("LDG", "LD")}
 
-    def arithmetic(self, index: int, names: Sequence[Register]) -> set[int]:
-        """The floating-point operations that are converted to the registers `names` at `index`."""
-        stack = [(index, name) for name in names]
-        seen: set[int] = set()
+    def arithmetic(self, index: int, parts: Sequence[tuple[Register, int]]) -> set[int]:
+        """The floating-point operations that are converted to (bytes of) registers at `index`."""
+        stack = [(index, *part) for part in parts]
+        seen = set(stack)
         found = set()
         while stack:
-            user, name = stack.pop()
-            low_half = ".U16" in self.code[user].opcode
-            for at in {at for at, _ in self.definitions(user, name)} - seen:
-                seen.add(at)
+            user, name, needed = stack.pop()
+            for at, word in self.definitions(user, name):
                 one = self.code[at]
                 negates = one.name == "FADD" and (one.is_zero(1) or one.is_zero(2))
                 if TRANSPARENT.match(one.opcode) or negates:
-                    stack += [(at, name) for name in one.origins(low_half=low_half)]
+                    read = {(at, *origin) for origin in one.origins(word, needed)}
+                    stack += read - seen
+                    seen |= read
                 elif one.name in ("FADD", "FFMA", "FMUL"):
                     found.add(at)
         return found
 
     def factors(self, index: int) -> str:
         """Which angle an element is multiplied by, "cos" or "sin"; "?" for another product."""
-        pair = [self.roles(index, names) for names in self.code[index].sources[:2]]
-        return next((angle for angle in ("cos", "sin") if {angle} in pair and {"x"} in pair), "?")
+        first, second = (self.roles(index, names) for names in self.code[index].sources[:2])
+        # A register that is undefined at first (a load that is skipped, an array that moves by one
+        # place a round) seems to hold what it held before as well: the element's an angle, or the
+        # angle's an element. One of the two ways to read the product is left then.
+        ways = {
+            angle
+            for angles, elements in ((first, second), (second, first))
+            for angle in angles
+            if angles <= {angle, "x"} and angle != "x" and "x" in elements
+        }
+        return ways.pop() if len(ways) == 1 else "?"
 
     def product(self, index: int, names: Sequence[Register]) -> str:
         """The same for registers that hold a rounded product."""
         found = set()
-        for at in self.arithmetic(index, names):
+        for at in self.arithmetic(index, [(name, ALL_BYTES) for name in names]):
             one = self.code[at]
             rounded = one.name == "FMUL" or (one.name == "FFMA" and one.is_zero(3))
             found.add(self.factors(at) if rounded else "?")
@@ -265,47 +215,33 @@ class Kernel:
         terms = {self.product(index, names) for names in one.sources[:2]}
         return "unfused" if one.name == "FADD" and terms == {"cos", "sin"} else "unclear"
 
+    def copies(self, index: int) -> bool:
+        """Whether a store writes what was loaded, as far as its registers are defined."""
+        names = [name for name, _ in self.stored(index)]
+        return any(
+            self.code[at].is_load for name in names for at, _ in self.definitions(index, name)
+        )
+
+    def rotations(self) -> dict[int, str]:
+        """The operations that make stored, rotated values, each with the order it has."""
+        for index in self.stores:
+            self.results |= self.arithmetic(index, self.stored(index))
+        inputs = {at: [name for name, _ in self.code[at].origins()] for at in self.results}
+        return {at: self.order(at) for at, names in inputs.items() if self.roles(at, names) - {"x"}}
+
     def orders(self) -> Counter[str]:
-        """Count the operations that make stored, rotated values, by the order they have."""
-        results: set[int] = set()
-        for index, one in enumerate(self.code):
-            if one.name in ("STG", "ST"):
-                words = range(one.width)
-                stored = [(kind, n + i) for kind, n in one.sources[-1] for i in words]
-                results |= self.arithmetic(index, stored)
-        inputs = {index: self.code[index].origins(low_half=False) for index in results}
-        return Counter(self.order(i) for i, names in inputs.items() if self.roles(i, names) - {"x"})
+        return Counter(self.rotations().values())
 
     def sincos(self) -> str:
-        if any(re.match(r"MUFU\.(SIN|COS)", one.opcode) for one in self.code):
+        if any(one.opcode in FAST_SINCOS for one in self.code):
             return "fast"
         precise = any(PRECISE_SINCOS in operand for one in self.code for operand in one.operands)
         return "precise" if precise else "none"
 
 
-def find_tool(name: str) -> str | None:
-    """A tool of the CUDA toolkit, on PATH or in a wheel such as nvidia-cuda-nvdisasm."""
-    wheels = (path for root in sys.path for path in Path(root).glob(f"nvidia/*/bin/{name}"))
-    return shutil.which(name) or next(map(str, wheels), None)
-
-
-def call(*command: str | Path, cwd: Path | None = None) -> str:
-    return subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
-def disassemble(cubin: Path, tools: Sequence[str]) -> str:
-    """The listing from the first disassembler that knows the chip: newer ones drop old chips."""
-    for tool in tools[:-1]:
-        with contextlib.suppress(subprocess.CalledProcessError):
-            return call(tool, "-c", cubin)
-    return call(tools[-1], "-c", cubin)
-
-
 def analyse_listing(listing: str, chip: str) -> Iterator[Row]:
     """One row for each kernel in what `nvdisasm -c` printed."""
-    for section in re.split(r"^//-+ \.text\.", listing, flags=re.MULTILINE)[1:]:
-        if not (found := KERNEL.search(section.split(maxsplit=1)[0])):
-            continue
+    for found, section in kernels(listing):
         ours = found["kernel"].startswith("thd_")
         kernel = Kernel(section, chip=int(re.sub(r"\D", "", chip)), pairs=ours)
         counts = kernel.orders()
@@ -314,7 +250,7 @@ def analyse_listing(listing: str, chip: str) -> Iterator[Row]:
             "chip": chip,
             "kernel": found["kernel"],
             "dtype": DTYPES[found["dtype"]],
-            "variant": " ".join(re.findall(r"L[a-z](\d+)E", found["variant"])),
+            "variant": " ".join(variant(found)),
             "order": orders[0] if len(orders) == 1 else "mixed",
             **{name: counts[name] for name in ORDERS},
             "sincos": kernel.sincos(),
@@ -326,15 +262,10 @@ def analyse(library: Path, cuobjdump: str, disassemblers: Sequence[str]) -> tupl
     rows: list[Row] = []
     virtual = set()
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("-xelf", "-xptx"):
-            call(cuobjdump, kind, "all", library.resolve(), cwd=Path(folder))
-        for path in Path(folder).iterdir():
-            if not KERNEL.search(path.read_bytes().decode("latin-1")):
-                continue
-            chip = path.name.split(".")[-2]
+        for path, chip in extract(library, cuobjdump, Path(folder), "elf", "ptx"):
             if path.suffix == ".cubin":
                 rows += analyse_listing(disassemble(path, disassemblers), chip)
-            elif path.suffix == ".ptx":
+            else:
                 virtual.add(chip)
     rows.sort(key=lambda row: (int(re.sub(r"\D", "", str(row["chip"]))), *map(str, row.values())))
     return rows, " ".join(sorted(virtual)) or "none"

@@ -4,25 +4,23 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from ci_scripts import ci_script, cuda_tools
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "ci" / "sass_contraction.py"
 TABLE = ROOT / "ci" / "results" / "sass_contraction.csv"
 CHIPS = (75, 80, 86, 89, 90, 100, 120)
 COSINE_FUSED = "fma(x, cos, x_partner*sin)"
 SINE_FUSED = "fma(x_partner, sin, x*cos)"
 
-# The two ways to keep angles in shared memory, each with the arithmetic that ROTATE says. The first
-# five parameters and the places of the others are those of the kernels that are read.
+# The two ways to keep angles in shared memory, and the one to keep them in registers, each with the
+# arithmetic that ROTATE says. The first five parameters and the places of the others are those of
+# the kernels that are read.
 SOURCE = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -103,11 +101,25 @@ __global__ void thd_token_linear_kernel(const T *in, const float *table, T *out,
   }
 }
 
+template <typename T, bool kTranspose>
+__global__ void thd_token_linear_narrow_kernel(const T *in, const float *table, T *out, int heads,
+                                               int pairs, bool adjacent) {
+  float s[2], c[2];
+  for (int i = 0; i < 2; ++i) sincosf(table[threadIdx.x + i * pairs], s + i, c + i);
+  for (int k = threadIdx.x; k < heads * pairs; k += pairs) {
+    const float x = in[k], y = in[k + heads * pairs];
+    out[k] = T(ROTATE(x, c[0], kTranspose ? y : -y, kTranspose ? s[1] : s[0]));
+    out[k + heads * pairs] = T(ROTATE(y, c[1], x, kTranspose ? -s[0] : s[1]));
+  }
+}
+
 template <typename T>
 void *instance(int i) {
   void *all[] = {(void *)fused_rope_forward_kernel<T>, (void *)fused_rope_backward_kernel<T>,
                  (void *)thd_token_linear_kernel<T, false>,
-                 (void *)thd_token_linear_kernel<T, true>};
+                 (void *)thd_token_linear_kernel<T, true>,
+                 (void *)thd_token_linear_narrow_kernel<T, false>,
+                 (void *)thd_token_linear_narrow_kernel<T, true>};
   return all[i];
 }
 template void *instance<float>(int);
@@ -120,23 +132,12 @@ template void *instance<__nv_bfloat16>(int);
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sass_contraction", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sass_contraction"] = module
-    spec.loader.exec_module(module)
-    return module
+    return ci_script("sass_contraction")
 
 
 @pytest.fixture(scope="module")
-def tools(script: ModuleType) -> dict[str, str]:
-    found = {"nvcc": shutil.which("nvcc")}
-    found |= {name: script.find_tool(name) for name in ("cuobjdump", "nvdisasm")}
-    missing = [name for name, path in found.items() if path is None]
-    if missing:
-        pytest.skip(f"needs {' and '.join(missing)}, on PATH or from NVIDIA's wheels")
-    return {name: path for name, path in found.items() if path is not None}
+def tools() -> dict[str, str]:
+    return cuda_tools("nvcc", "cuobjdump", "nvdisasm")
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def test_forced_order(
 
     assert ptx == "none"
     instances = {(row["chip"], row["kernel"], row["dtype"], row["variant"]) for row in rows}
-    assert len(rows) == len(instances) == len(chips) * 3 * 4
+    assert len(rows) == len(instances) == len(chips) * 3 * 6
     assert {int(row["chip"].removeprefix("sm_")) for row in rows} == set(chips)
     assert {(row["order"], row["unclear"], row["sincos"]) for row in rows} == {(order, 0, sincos)}
 
