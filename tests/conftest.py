@@ -41,8 +41,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def automatic_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests start from the automatic choice, whatever the shell has set."""
+    """Tests start from the automatic choice, unchecked, whatever the shell has set."""
     monkeypatch.delenv(PATH_VARIABLE, raising=False)
+    monkeypatch.delenv("TE_OVERLAY_CHECK", raising=False)
 
 
 @pytest.fixture
