@@ -24,7 +24,7 @@ STRIDES = {
 @pytest.mark.parametrize("name", STRIDES)
 @pytest.mark.parametrize("path", ["0", "1"], ids=["legacy_grid", "token_linear"])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_past_two_to_the_31(name: str, path: str, interleaved: bool) -> None:
+def test_k08_past_two_to_the_31(name: str, path: str, interleaved: bool) -> None:
     shape, strides = STRIDES[name]
     extent = 1 + sum(s * (n - 1) for s, n in zip(strides, shape, strict=True))
     free, _ = torch.cuda.mem_get_info()

@@ -19,7 +19,7 @@ from transformer_engine_overlay.verify import same_bits
 @profile()
 @given(call=calls())
 @with_corpus("call", CALLS)
-def test_rows_of_sequences_are_those_of_stock(
+def test_k31_rows_of_sequences_are_those_of_stock(
     tex: Any, stock: dict[str, Any], tally: Callable[[str], None], call: Call
 ) -> None:
     tensors = make_tensors(call, torch.device("cuda"))
