@@ -125,7 +125,8 @@ class Instruction:
         return self.operands[operand].lstrip("-") == "RZ"
 
     def targets(self, labels: dict[str, int]) -> list[int]:
-        return [labels[name] for name in TARGET.findall(self.operands[-1])]
+        # `WARPSYNC.ALL` has none
+        return [labels[name] for name in TARGET.findall(self.operands[-1])] if self.operands else []
 
 
 def registers(operand: str) -> list[Register]:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,8 +85,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def automatic_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests start from the automatic choice, whatever the shell has set."""
+    """Tests start from the automatic choice, unchecked, whatever the shell has set."""
     monkeypatch.delenv(PATH_VARIABLE, raising=False)
+    monkeypatch.delenv("TE_OVERLAY_CHECK", raising=False)
 
 
 @pytest.fixture
@@ -117,3 +120,29 @@ def both_paths(on_path: Callable[..., object]) -> Callable[..., torch.Tensor]:
         return linear
 
     return run
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Iterator[Callable[[str], None]]:
+    """Count a call of the kind given; the end of the run has the sum."""
+    counts: Counter[str] = Counter()
+
+    def count(kind: str) -> None:
+        counts[kind] += 1
+
+    yield count
+    request.node.user_properties.append(("fuzz", dict(counts)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say on how many drawn calls the properties of tests/fuzz held."""
+    counts: Counter[str] = Counter()
+    reports = [report for kind in terminalreporter.stats.values() for report in kind]
+    for report in reports:
+        if getattr(report, "when", None) == "teardown":
+            for name, value in report.user_properties:
+                if name == "fuzz":
+                    counts.update(value)
+    if counts:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
+        terminalreporter.write_line(f"fuzz: properties held {counts.total()} times ({kinds})")

@@ -148,7 +148,7 @@ def test_another_import_hook_is_respected(stub: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_worker_processes(stub: Path, method: str) -> None:
+def test_p14_worker_processes(stub: Path, method: str) -> None:
     code = f"""
 def work():
     pretend()
@@ -193,7 +193,7 @@ else:
     assert "inner enabled" in run(code, stub).stdout
 
 
-def test_without_site_the_status_says_that_the_hook_did_not_run(stub: Path) -> None:
+def test_p14_without_site_the_status_says_that_the_hook_did_not_run(stub: Path) -> None:
     """Under -S no .pth file is read; -I leaves out only a user's own site folder."""
     paths = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     if not any(
@@ -210,14 +210,14 @@ def test_without_site_the_status_says_that_the_hook_did_not_run(stub: Path) -> N
     assert "call transformer_engine_overlay.enable()" in done.stdout
 
 
-def test_isolated_mode_in_an_environment_still_enables(stub: Path) -> None:
+def test_p14_isolated_mode_in_an_environment_still_enables(stub: Path) -> None:
     code = "pretend()\nimport transformer_engine.pytorch\nreport('main')\n"
     done = run(code, stub, "-I")
     assert ("main enabled" in done.stdout) == ("hook ran" in done.stdout)
     assert "main enabled" in done.stdout or "hook did not run" in done.stdout
 
 
-def test_torchrun_workers(stub: Path) -> None:
+def test_p14_torchrun_workers(stub: Path) -> None:
     code = (
         "import os\npretend()\nimport transformer_engine.pytorch\n"
         "from transformer_engine_overlay import status\n"

@@ -45,7 +45,7 @@ def test_second_derivative(arguments: tuple[torch.Tensor, ...]) -> None:
 
 
 @pytest.mark.parametrize(("t_needs", "freqs_needs"), [(1, 0), (0, 1), (1, 1), (0, 0)])
-def test_which_inputs_get_gradients(
+def test_k40_which_inputs_get_gradients(
     arguments: tuple[torch.Tensor, ...], t_needs: int, freqs_needs: int
 ) -> None:
     t, freqs, cu = arguments
@@ -59,7 +59,7 @@ def test_which_inputs_get_gradients(
     assert freqs.grad is None
 
 
-def test_no_graph_without_need(arguments: tuple[torch.Tensor, ...]) -> None:
+def test_k40_no_graph_without_need(arguments: tuple[torch.Tensor, ...]) -> None:
     t, freqs, cu = arguments
     t.requires_grad_()
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_no_graph_without_need(arguments: tuple[torch.Tensor, ...]) -> None:
         assert apply_rotary_pos_emb_thd(t, freqs, cu).is_inference()
 
 
-def test_inference_tensors_as_table_and_metadata(arguments: tuple[torch.Tensor, ...]) -> None:
+def test_k40_inference_tensors_as_table_and_metadata(arguments: tuple[torch.Tensor, ...]) -> None:
     t, freqs, cu = arguments
     expected = rotate_thd(torch.ones_like(t), freqs, cu, None, False, 1, 0, True)
     with torch.inference_mode():
@@ -112,7 +112,7 @@ def test_activation_checkpoint(arguments: tuple[torch.Tensor, ...]) -> None:
     assert same_bits(t.grad, expected)
 
 
-def test_compiled_call_gives_the_eager_bits(arguments: tuple[torch.Tensor, ...]) -> None:
+def test_k38_compiled_call_gives_the_eager_bits(arguments: tuple[torch.Tensor, ...]) -> None:
     t, freqs, cu = arguments
     expected = apply_rotary_pos_emb_thd(t, freqs, cu)
     compiled = torch.compile(lambda *a: apply_rotary_pos_emb_thd(*a), backend="eager")

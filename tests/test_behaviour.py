@@ -34,7 +34,7 @@ class TestTailRows:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("transpose", TRANSPOSES)
     @pytest.mark.parametrize("table_rows", [128, 65536])
-    def test_are_zero_and_touch_nothing(
+    def test_k02_are_zero_and_touch_nothing(
         self,
         device: torch.device,
         dtype: torch.dtype,
@@ -63,7 +63,7 @@ class TestTailRows:
         assert (y[: 32 // cp_size] != 0).any(dim=(1, 2)).all()
         assert (y[32 // cp_size :] == 0).all()
 
-    def test_gradient_is_finite_in_recycled_memory(self, device: torch.device) -> None:
+    def test_k03_gradient_is_finite_in_recycled_memory(self, device: torch.device) -> None:
         """The gradient rows behind the batch poison t.grad.T @ x if they are left unwritten."""
         t = randn(946, 2, 16, device=device).requires_grad_()
         poison = torch.full_like(t, float("nan"))
@@ -83,7 +83,7 @@ class TestTailRows:
 
 
 class TestEmpty:
-    def test_sequences(self, device: torch.device, both_paths: BothPaths) -> None:
+    def test_k06_sequences(self, device: torch.device, both_paths: BothPaths) -> None:
         """Empty sequences change nothing, and each token gets its own sequence's start."""
         t, freqs = randn(2048, 1, 8, device=device), random_table(2100, 8, device)
         with_empty = both_paths(
@@ -107,7 +107,7 @@ class TestEmpty:
     @pytest.mark.parametrize("shape", [(0, 4, 64), (5, 0, 64), (5, 4, 0)])
     @pytest.mark.parametrize("cu", [[0, 0], [0]])
     @pytest.mark.parametrize("table_rows", [0, 16])
-    def test_tensor(
+    def test_k35_tensor(
         self,
         device: torch.device,
         shape: tuple[int, int, int],
@@ -149,7 +149,7 @@ def _next_call_is_clean(device: torch.device) -> None:
 
 class TestSize:
     @pytest.mark.parametrize("table_rows", [2, 4, 64])
-    def test_more_sequences_than_a_grid_dimension_holds(
+    def test_k07_more_sequences_than_a_grid_dimension_holds(
         self, device: torch.device, table_rows: int, both_paths: BothPaths
     ) -> None:
         t, freqs = randn(140_000, 1, 2, device=device), random_table(table_rows, 2, device)
@@ -160,7 +160,7 @@ class TestSize:
         expected = rotate(heads, freqs, boundaries([0, 2], device))
         assert same_bits(y.reshape(70_000, 2, 2).transpose(0, 1), expected)
 
-    def test_offsets_above_32_bits(self, device: torch.device, both_paths: BothPaths) -> None:
+    def test_k08_offsets_above_32_bits(self, device: torch.device, both_paths: BothPaths) -> None:
         """A view whose rows lie 65,536 elements apart: the last ones are past 2^31."""
         rows, stride, width = 32_770, 65_536, 64
         storage = torch.empty((rows - 1) * stride + width, dtype=torch.bfloat16, device=device)
@@ -196,7 +196,7 @@ class TestLayouts:
     @pytest.mark.parametrize("interleaved", PAIRINGS)
     @pytest.mark.parametrize("transpose", TRANSPOSES)
     @pytest.mark.parametrize("rotary_dim", [128, 36])
-    def test_any_strides_give_the_contiguous_bits(
+    def test_k11_k13_any_strides_give_the_contiguous_bits(
         self,
         device: torch.device,
         dtype: torch.dtype,
@@ -217,7 +217,7 @@ class TestLayouts:
 
     @pytest.mark.parametrize("transpose", TRANSPOSES)
     @pytest.mark.parametrize("expanded", [(0, 1, 2), (1,), (0,), (2,)])
-    def test_expanded_dimensions(
+    def test_k10_expanded_dimensions(
         self,
         device: torch.device,
         transpose: bool,
@@ -231,7 +231,7 @@ class TestLayouts:
         y = both_paths(lambda: rotate(view, freqs, cu, transpose=transpose))
         assert same_bits(y, rotate(view.contiguous(), freqs, cu, transpose=transpose))
 
-    def test_gradient_of_a_sum(self, device: torch.device) -> None:
+    def test_k10_gradient_of_a_sum(self, device: torch.device) -> None:
         t = randn(16, 4, 32, device=device).requires_grad_()
         freqs, cu = random_table(16, 32, device), boundaries([0, 16], device)
         apply_rotary_pos_emb_thd(t, freqs, cu).sum().backward()
@@ -282,7 +282,7 @@ class TestRowsWithoutTableRow:
         ],
     )
     @pytest.mark.parametrize("transpose", TRANSPOSES)
-    def test_is_zeros(
+    def test_k26_is_zeros(
         self,
         device: torch.device,
         tokens: int,
@@ -346,7 +346,7 @@ class TestUnpaddedContextParallel:
             ([0, 698], (4, 1), [*range(87, 174), *range(522, 609)]),
         ],
     )
-    def test_rows_use_the_positions_of_te(
+    def test_k23_rows_use_the_positions_of_te(
         self,
         device: torch.device,
         cu: list[int],
@@ -374,7 +374,7 @@ class TestUnpaddedContextParallel:
 class TestTable:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
     @pytest.mark.parametrize("t_dtype", DTYPES)
-    def test_other_dtypes_are_converted(
+    def test_k29_other_dtypes_are_converted(
         self,
         device: torch.device,
         dtype: torch.dtype,
@@ -417,7 +417,7 @@ class TestTable:
         y = rotate(t, freqs, cu, starts=boundaries([3, 5, 99, -7], device))
         assert same_bits(y, rotate(t, freqs, cu, starts=boundaries([3, 5], device)))
 
-    def test_cost_follows_tokens_not_table(self, device: torch.device) -> None:
+    def test_k01_cost_follows_tokens_not_table(self, device: torch.device) -> None:
         """The blocks of the token-linear path do not depend on table rows or sequences."""
         blocks = []
         for rows, cu in ((128, [0, 128]), (65536, [0, 128]), (65536, list(range(0, 129, 2)))):
@@ -435,7 +435,7 @@ class TestTable:
 
 class TestSingleHead:
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_equals_the_same_head_of_many(
+    def test_k27_equals_the_same_head_of_many(
         self, device: torch.device, dtype: torch.dtype, both_paths: BothPaths
     ) -> None:
         t = randn(57, 16, 64, dtype=dtype, device=device)

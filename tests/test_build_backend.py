@@ -203,7 +203,7 @@ def test_any_other_value_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("value", [None, "", "1"])
-def test_without_a_toolkit_the_compiler_packages_of_one_release_are_asked_for(
+def test_p09_without_a_toolkit_the_compiler_packages_of_one_release_are_asked_for(
     backend: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -230,7 +230,7 @@ def test_no_packages_with_a_toolkit_or_without_cuda(
     assert not [name for name in backend.get_requires_for_build_wheel() if "nvidia" in name]
 
 
-def test_cpu_only_runs_no_nvcc(
+def test_p09_cpu_only_runs_no_nvcc(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script(tmp_path / "bin" / "nvcc", f"echo > {tmp_path}/was-run")

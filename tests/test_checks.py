@@ -122,7 +122,7 @@ def test_bad_argument_is_named(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("argument", ["freqs", "cu_seqlens", "start_positions"])
-def test_cpu_metadata_with_a_gpu_tensor(argument: str) -> None:
+def test_k33_cpu_metadata_with_a_gpu_tensor(argument: str) -> None:
     arguments = good(torch.device("cuda"))
     arguments[argument] = arguments[argument].cpu()
     with pytest.raises(ValueError, match=f"{argument} is on cpu; it must be on cuda:0"):

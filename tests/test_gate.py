@@ -42,7 +42,7 @@ class TestGate:
         assert f"TransformerEngine {version} is not among the listed releases" in warning
 
     @pytest.mark.parametrize("version", ["1.13.0", "2.0.0", "2.2.0", "2.9.1"])
-    def test_older_versions_are_refused(
+    def test_p10_older_versions_are_refused(
         self, stub: Callable[..., None], version: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         stub(version=version)
@@ -55,7 +55,7 @@ class TestGate:
         with pytest.raises(overlay.OverlayError, match="is older than"):
             overlay.enable(strict=True)
 
-    def test_unknown_signature_is_refused(self, stub: Callable[..., None]) -> None:
+    def test_p13_unknown_signature_is_refused(self, stub: Callable[..., None]) -> None:
         stub(version="2.18.0", backward=BACKWARD_OLD)
         message = r"fused_rope_backward of TransformerEngine 2.18.0 takes \(tensor, tensor, format"
         with pytest.raises(overlay.OverlayError, match=message):
@@ -65,7 +65,7 @@ class TestGate:
             tex.fused_rope_forward(*thd_arguments())
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_missing_function_is_refused(self, te: ModuleType, name: str) -> None:
+    def test_p10_missing_function_is_refused(self, te: ModuleType, name: str) -> None:
         delattr(sys.modules["transformer_engine_torch"], name)
         with pytest.raises(
             overlay.OverlayError, match=f"there is no transformer_engine_torch.{name}"

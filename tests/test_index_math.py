@@ -168,7 +168,7 @@ def test_owner_among_many_sequences(num_sequences: int, length: int) -> None:
         ([0, 0, 3, 5, 5], [9, 0, 3, 9], 1, 0, [0, 1, 2, 3, 4]),
     ],
 )
-def test_known_positions(
+def test_k21_k22_known_positions(
     cu: list[int], starts: list[int] | None, cp_size: int, cp_rank: int, expected: list[int]
 ) -> None:
     _, rows = locate(

@@ -38,7 +38,7 @@ MUTATIONS = {
         "end >= search.high || boundary >= last;",
         (
             "test_index_math.py::test_owner_among_many_sequences",
-            "test_behaviour.py::TestEmpty::test_sequences[cpu]",
+            "test_behaviour.py::TestEmpty::test_k06_sequences[cpu]",
             "test_verify.py::TestCommand::test_passes",
         ),
     ),
@@ -55,7 +55,7 @@ MUTATIONS = {
         "            rotate_element(x.second, a.cos_second, x.first, -a.sin_first)",
         "rotate_element(x.first, a.cos_first, x.second, a.sin_first),\n"
         "            rotate_element(x.second, a.cos_second, x.first, -a.sin_second)",
-        ("test_rotation.py::test_backward_is_the_transpose[cpu-1-0-False]",),
+        ("test_rotation.py::test_k18_backward_is_the_transpose[cpu-1-0-False]",),
     ),
     "table row not checked": Mutation(
         "thd_token_map.h",

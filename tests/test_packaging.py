@@ -120,7 +120,7 @@ def test_wheel_ships_the_package_the_headers_and_the_patches(names: list[str]) -
     assert any(re.fullmatch(rf"{PACKAGE}/_native\..*(so|pyd)", name) for name in names)
 
 
-def test_wheel_ships_nothing_else(names: list[str]) -> None:
+def test_p06_wheel_ships_nothing_else(names: list[str]) -> None:
     ours = (f"{PACKAGE}/", f"{PACKAGE}-", "te_overlay_activate.")
     assert not [name for name in names if not name.startswith(ours)]
     assert not [name for name in names if name.startswith("transformer_engine/")]
@@ -145,7 +145,7 @@ def test_start_up_hook_lies_beside_the_package(names: list[str]) -> None:
     assert not [name for name in names if name.startswith(f"{PACKAGE}/activation/")]
 
 
-def test_dependencies(metadata: email.message.Message) -> None:
+def test_p03_dependencies(metadata: email.message.Message) -> None:
     requirements = metadata.get_all("Requires-Dist") or []
     assert "torch" in requirements
     assert not [

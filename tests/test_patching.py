@@ -20,7 +20,7 @@ from transformer_engine_overlay.verify import same_bits
 
 
 class TestEnable:
-    def test_before_te_is_imported(self, stub: Callable[..., None]) -> None:
+    def test_p01_before_te_is_imported(self, stub: Callable[..., None]) -> None:
         stub()
         assert "transformer_engine" not in sys.modules
         assert overlay.enable(strict=True)
@@ -28,7 +28,7 @@ class TestEnable:
 
         assert same_bits(rope.forward(*thd_arguments()), expected())
 
-    def test_after_te_and_its_callers_were_imported(self, te: ModuleType) -> None:
+    def test_p01_after_te_and_its_callers_were_imported(self, te: ModuleType) -> None:
         imported_before = te.forward
         assert overlay.enable(strict=True)
         assert same_bits(imported_before(*thd_arguments()), expected())

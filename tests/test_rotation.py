@@ -118,7 +118,7 @@ def test_matches_the_oracle(
 
 @pytest.mark.parametrize("interleaved", PAIRINGS)
 @pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
-def test_backward_is_the_transpose(
+def test_k18_backward_is_the_transpose(
     device: torch.device, interleaved: bool, cp_size: int, cp_rank: int, both_paths: BothPaths
 ) -> None:
     """<g, R x> = <R^T g, x> with a table whose halves differ."""
@@ -188,7 +188,7 @@ def test_the_rest_of_a_row_is_raw_bits(device: torch.device, dtype: torch.dtype)
 
 @pytest.mark.parametrize("position", [40, 16_000, 131_071, 1_048_575])
 @pytest.mark.parametrize("via_start", [False, True])
-def test_long_positions_keep_their_precision(
+def test_k30_long_positions_keep_their_precision(
     device: torch.device, position: int, via_start: bool
 ) -> None:
     """Within 2 ulp of the double cosine and sine of the float32 angle: no fast intrinsics."""
@@ -205,7 +205,7 @@ def test_long_positions_keep_their_precision(
     assert (error <= 2 * torch.finfo(torch.float32).eps * expected.abs()).all()
 
 
-def test_runs_are_the_same_bits(device: torch.device) -> None:
+def test_k31_runs_are_the_same_bits(device: torch.device) -> None:
     t, freqs = randn(512, 4, 64, device=device), random_table(512, 64, device)
     cu = boundaries(range(0, 513, 16), device)
     first = apply_rotary_pos_emb_thd(t, freqs, cu)

@@ -125,7 +125,7 @@ def test_wrong_number_of_arguments_passes(routed: Callable[..., Any], call: tupl
     assert passed_to(routed, *call)
 
 
-def test_keywords_pass(routed: Callable[..., Any]) -> None:
+def test_k19_keywords_pass(routed: Callable[..., Any]) -> None:
     assert passed_to(routed, *arguments()[:7], cp_rank=0)
 
 
@@ -178,7 +178,7 @@ OURS = {
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_where_te_would_read_wild_our_error_is_raised(
+def test_k32_k33_where_te_would_read_wild_our_error_is_raised(
     routed: Callable[..., Any], name: str
 ) -> None:
     changes, error, message = OURS[name]
@@ -236,7 +236,7 @@ def test_what_only_equals_the_format_passes(routed: Callable[..., Any], qkv_form
     assert passed_to(routed, *arguments(qkv_format=qkv_format))
 
 
-def test_unsupported_gpu_falls_back_with_one_warning(state: router.RouterState) -> None:
+def test_p09_unsupported_gpu_falls_back_with_one_warning(state: router.RouterState) -> None:
     with pytest.warns(RuntimeWarning, match="stays with TransformerEngine's own kernels: cuda:0"):
         state.give_up("cuda:0 has compute capability 7.0")
     assert state.unsupported == "cuda:0 has compute capability 7.0"

@@ -35,7 +35,7 @@ class TestPackages:
         add_package(tmp_path, "Transformer.Engine_cu13")
         assert list(te_install.find_packages([str(tmp_path)])) == ["transformer-engine-cu13"]
 
-    def test_mismatch(self, tmp_path: Path) -> None:
+    def test_p08_mismatch(self, tmp_path: Path) -> None:
         add_package(tmp_path, "transformer_engine_torch", "2.17.0")
         found = te_install.check_packages(packages(tmp_path, **WHEELS), "13.0")
         for part in (
@@ -45,12 +45,12 @@ class TestPackages:
         ):
             assert part in texts(found)
 
-    def test_two_cores(self, tmp_path: Path) -> None:
+    def test_p08_two_cores(self, tmp_path: Path) -> None:
         install = packages(tmp_path, **ALL_WHEELS, transformer_engine_cu12=False)
         found = texts(te_install.check_packages(install, "13.0"))
         assert "transformer-engine-cu12 2.18.0 and transformer-engine-cu13 2.18.0" in found
 
-    def test_empty_metapackage(self, tmp_path: Path) -> None:
+    def test_p03_empty_metapackage(self, tmp_path: Path) -> None:
         found = te_install.check_packages(packages(tmp_path, transformer_engine=True), "13.0")
         assert "empty metapackage" in texts(found)
         assert "transformer-engine[pytorch]" in texts(found)
@@ -114,7 +114,7 @@ class TestModule:
         assert (install.module, install.version, found) == (None, "", [])
 
     @pytest.mark.parametrize("first", ["", "checkout"])
-    def test_checkout_hides_the_install(
+    def test_p05_checkout_hides_the_install(
         self, site: Path, checkout: Path, first: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(checkout)
@@ -130,7 +130,7 @@ class TestModule:
         assert "`python -m` and `python -c`" in texts(found, NOTE)
         assert not texts(found)
 
-    def test_editable_install_of_the_current_folder(self, checkout: Path) -> None:
+    def test_p05_editable_install_of_the_current_folder(self, checkout: Path) -> None:
         assert self.find([checkout, "/lib", checkout], checkout)[1] == []
 
     def test_finder_of_an_editable_install(
@@ -159,7 +159,7 @@ class TestLibraries:
         assert self.check(write_te(tmp_path), tmp_path) == []
 
     @pytest.mark.parametrize("library", LIBRARIES)
-    def test_missing(self, tmp_path: Path, library: str) -> None:
+    def test_p05_missing(self, tmp_path: Path, library: str) -> None:
         site = write_te(tmp_path / "site")
         (site / library).unlink()
         (finding,) = self.check(site, tmp_path / "purelib")
@@ -171,7 +171,7 @@ class TestLibraries:
         write_stub(tmp_path)
         assert "build it again" in texts(self.check(tmp_path, tmp_path))
 
-    def test_in_purelib(self, tmp_path: Path) -> None:
+    def test_p05_in_purelib(self, tmp_path: Path) -> None:
         site, purelib = write_te(tmp_path / "site"), tmp_path / "purelib"
         for library in LIBRARIES:
             (site / library).unlink()

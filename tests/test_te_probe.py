@@ -150,7 +150,7 @@ class TestProbe:
         ("ValueError: something new", "cannot be imported: ValueError", "fails by itself"),
     ],
 )
-def test_causes(output: str, what: str, remedy: str) -> None:
+def test_p01_p02_p04_causes(output: str, what: str, remedy: str) -> None:
     lines = f"Traceback (most recent call last):\n  File x\n{output}\n"
     (finding,) = explain(te_probe.read_probe(1, lines))
     assert finding.level == PROBLEM

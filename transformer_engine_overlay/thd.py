@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from transformer_engine_overlay import _native, checks, faults  # noqa: F401 (reports at exit)
+from transformer_engine_overlay import (
+    _native,
+    checked,
+    checks,
+    faults,  # noqa: F401 (reports at exit)
+)
 
 # What takes the call's place under torch.compile; ops.py, which needs this module, sets it.
 _in_graph: Callable[..., torch.Tensor] | None = None
@@ -66,7 +71,8 @@ def apply_rotary_pos_emb_thd(
     ------
     TypeError, ValueError
         For an argument of the wrong type, dtype, shape or device, before anything is launched.
-        Values on the device are not looked at: that would synchronise.
+        Values on the device are not looked at, as that would synchronise, but with
+        ``TE_OVERLAY_CHECK=1``: then metadata that do not fit `t` and `freqs` raise ValueError.
     RuntimeError
         If CUDA reports an error, the driver is too old or the package has no code for the GPU.
 
@@ -131,16 +137,21 @@ def rotate_checked(
     routed: bool,
 ) -> torch.Tensor:
     """Do what `rotate_thd` does; `name` is what messages call `t`, `routed` is for the counters."""
-    output = _native.rotate(
-        *(t, freqs, start_positions, interleaved, cu_seqlens, cp_size, cp_rank),
-        transpose,
-        routed,
-        False,
-    )
+    check_values = checked.is_requested()
+    output = None
+    if not check_values:
+        output = _native.rotate(
+            *(t, freqs, start_positions, interleaved, cu_seqlens, cp_size, cp_rank),
+            transpose,
+            routed,
+            False,
+        )
     if output is None:  # not plain: it has to be converted, or refused
         t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank = checks.normalize(
             name, t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank
         )
+        if check_values:
+            checked.check_values(name, t, freqs, cu_seqlens, start_positions, cp_size, cp_rank)
         output = _native.rotate(
             *(t, freqs, start_positions, interleaved, cu_seqlens, cp_size, cp_rank),
             transpose,

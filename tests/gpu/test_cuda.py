@@ -31,7 +31,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return t, freqs, cu
 
 
-def test_runs_on_the_current_stream(batch: tuple[torch.Tensor, ...]) -> None:
+def test_k37_runs_on_the_current_stream(batch: tuple[torch.Tensor, ...]) -> None:
     t, freqs, cu = batch
     expected = rotate_thd(t, freqs, cu, None, False, 1, 0, False)
     x = torch.zeros_like(t)
@@ -46,7 +46,7 @@ def test_runs_on_the_current_stream(batch: tuple[torch.Tensor, ...]) -> None:
     assert same_bits(y, expected)
 
 
-def test_backward_on_another_stream(batch: tuple[torch.Tensor, ...]) -> None:
+def test_k37_backward_on_another_stream(batch: tuple[torch.Tensor, ...]) -> None:
     t, freqs, cu = batch
     expected = rotate_thd(torch.ones_like(t), freqs, cu, None, False, 1, 0, True)
     x = t.clone().requires_grad_()
@@ -67,7 +67,7 @@ def synchronisation_is_an_error() -> Iterator[Callable[[], None]]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def test_never_synchronises(
+def test_k41_never_synchronises(
     batch: tuple[torch.Tensor, ...], synchronisation_is_an_error: Callable[[], None]
 ) -> None:
     t, freqs, cu = batch
@@ -89,7 +89,7 @@ def test_takes_no_memory_but_the_output(batch: tuple[torch.Tensor, ...]) -> None
     assert torch.cuda.max_memory_allocated() - before == output
 
 
-def test_graph_replay_follows_new_boundaries() -> None:
+def test_k04_graph_replay_follows_new_boundaries() -> None:
     t = torch.randn(12, 2, 8, device="cuda")
     grad = torch.randn(12, 2, 8, device="cuda")
     freqs = torch.randn(16, 1, 1, 8, device="cuda") * 30
@@ -117,7 +117,7 @@ def test_graph_replay_follows_new_boundaries() -> None:
 
 
 @pytest.mark.parametrize("tokens", [262_144, 262_145])  # 2^31 elements, and a row more
-def test_more_than_two_to_the_31_elements(tokens: int) -> None:
+def test_k08_more_than_two_to_the_31_elements(tokens: int) -> None:
     heads, dim = 64, 128
     free, _ = torch.cuda.mem_get_info()
     if free < 3 * tokens * heads * dim * 2:
@@ -165,7 +165,7 @@ def run_on() -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_runs_on_the_device_of_the_tensor(batch: tuple[torch.Tensor, ...]) -> None:
+def test_k36_runs_on_the_device_of_the_tensor(batch: tuple[torch.Tensor, ...]) -> None:
     t, freqs, cu = batch
     expected = rotate_thd(t, freqs, cu, None, False, 1, 0, False)
     moved = [x.to("cuda:1") for x in (t, freqs, cu)]

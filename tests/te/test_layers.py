@@ -114,7 +114,7 @@ def test_rope_matters(batch: tuple[torch.Tensor, torch.Tensor, dict[str, Any]]) 
     assert not torch.equal(with_rope, without)
 
 
-def test_compiling_breaks_the_graph_no_more_often() -> None:
+def test_k38_compiling_breaks_the_graph_no_more_often() -> None:
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
     t, freqs = randn(64, 4, 64, device=CUDA), random_table(64, 64, CUDA)

@@ -54,7 +54,7 @@ def inputs(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Iterator[to
 @pytest.mark.parametrize("interleaved", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("cp_size", "cp_rank"), EVERY_RANK)
-def test_public_function(
+def test_k31_public_function(
     compare: Compare,
     cp_size: int,
     cp_rank: int,
@@ -167,7 +167,7 @@ def test_other_layouts_are_untouched(tensor_format: str) -> None:
     assert all(same_bits(a, b) for a, b in zip(expected, routed, strict=True))
 
 
-def test_one_sequence_equals_sbhd(tex: Any, stock: dict[str, Any]) -> None:
+def test_k19_one_sequence_equals_sbhd(tex: Any, stock: dict[str, Any]) -> None:
     t, freqs = randn(64, 4, 64, device=CUDA), random_table(64, 64, CUDA)
     layouts = tex.NVTE_QKV_Format
     for interleaved in PAIRINGS:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mutation import Mutation, check_caught
 
-PUBLIC_FUNCTION = "te/test_parity.py::test_public_function"
+PUBLIC_FUNCTION = "te/test_parity.py::test_k31_public_function"
 # ids: cp_size, cp_rank, dtype, interleaved, side of the gate, path
 FLOAT32_HALF_SPLIT = "dtype0-False-above the gate-token_linear"
 
