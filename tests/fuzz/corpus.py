@@ -20,6 +20,8 @@ CALLS = [
     Call(lengths=(0, 0), tail_rows=4),
     Call(heads=0),
     Call(head_dim=0, rotary_dim=0),
+    Call(heads=0, interleaved=True),  # the oracle could not reshape it
+    Call(lengths=(), heads=0, head_dim=0, rotary_dim=0, interleaved=True),
     Call(head_dim=5, rotary_dim=0, tail_rows=1),
     # empty sequences around and between, each with a start of its own
     Call(lengths=(0, 0, 7, 0, 0, 0, 9, 0), starts=(99, 98, 3, 97, 96, 95, 1, 94), tail_rows=2),
