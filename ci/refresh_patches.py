@@ -48,7 +48,7 @@ INCLUDE = '#include "thd_te_branch.cuh"\n'
 BRANCH = """\
   if (thd_rope::launch_if_token_linear(
           {input}, cu_seqlens, freqs, start_positions, *{output}, qkv_format,
-          {{interleaved, cp_size, cp_rank, s, b, h, d, d2, stride_s_or_t, stride_h, stride_d}},
+          {{interleaved, cp_size, cp_rank, b, h, d, d2, stride_s_or_t, stride_h, stride_d}},
           /*transpose=*/{transpose}, stream)) {{
     return;
   }}
@@ -71,7 +71,7 @@ VARIABLE = """\
 
    :Type: ``int`` (0 or 1)
    :Default: unset (automatic)
-   :Description: Launch of fused RoPE in the THD layout. With ``1``, token-linear kernels run, whose work follows the rows of the local tensor; with ``0``, the launch without them. Unset, the choice is made for each call from the rows of the table, the number of sequences and the rows of the local tensor. Read at each call; any other value is an error.
+   :Description: Launch of fused RoPE in the THD layout. With ``1`` or unset, token-linear kernels run, whose work follows the rows of the local tensor; with ``0``, the launch without them. Read at each call; any other value is an error.
 
 """  # noqa: E501
 
@@ -159,8 +159,8 @@ STEPS = (
         body=(
             "At the top of fused_rope_forward and fused_rope_backward, where the rows of the",
             "local tensor are at hand. NVTE_FUSED_ROPE_THD_TOKEN_LINEAR=1 takes it always, 0",
-            "never; unset, the sizes of the call decide. What it does not take goes on to the",
-            "code that was there, which stays as it is.",
+            "never; unset, choose_path() of thd_params.h decides. What it does not take goes on",
+            "to the code that was there, which stays as it is.",
         ),
     ),
     Step(

@@ -22,14 +22,11 @@ namespace thd_rope {
 
 constexpr const char *kOverlayVersion = "0.1.0";
 
-// CUDA's limit for gridDim.y, which the legacy grid needs for its sequences.
-constexpr int kMaxLegacySequences = 65535;
-
 // The arguments of the two functions that are no tensors, by the names that they have there.
 struct LauncherArguments {
   bool interleaved;
   int cp_size, cp_rank;
-  int s, b, h, d, d2;
+  int b, h, d, d2;
   int stride_t, stride_h, stride_d;
 };
 
@@ -99,17 +96,6 @@ bool read_call(const TensorType &input, const TensorType &cu_seqlens, const Tens
   return true;
 }
 
-// The automatic choice, made for the grid of s by b blocks that the code below would launch. One
-// that CUDA cannot launch, because it is empty or has too many sequences, is not chosen.
-inline Path choose_launcher_path(PathRequest request, const ThdRopeParams &params, int s) {
-  PackedBatch batch = params.batch;
-  batch.table_rows = s;
-  const bool unlaunchable = legacy_grid_blocks(batch) < 1 || params.num_tokens == 0 ||
-                            batch.num_sequences > kMaxLegacySequences;
-  if (request == PathRequest::kAutomatic && unlaunchable) return Path::kTokenLinear;
-  return choose_path(request, batch, params.num_tokens);
-}
-
 // Returns whether the call was taken.
 template <typename TensorType>
 bool launch_if_token_linear(const TensorType &input, const TensorType &cu_seqlens,
@@ -118,11 +104,10 @@ bool launch_if_token_linear(const TensorType &input, const TensorType &cu_seqlen
                             const LauncherArguments &call, bool transpose, cudaStream_t stream) {
   if (qkv_format != NVTE_QKV_Format::NVTE_THD) return false;
   const PathRequest request = checked_path_request();
-  if (request == PathRequest::kLegacyGrid) return false;
+  if (choose_path(request) != Path::kTokenLinear) return false;
   ThdRopeParams params{};
   if (!read_call(input, cu_seqlens, freqs, start_positions, output, call, &params)) return false;
   params.transpose = transpose;
-  if (choose_launcher_path(request, params, call.s) != Path::kTokenLinear) return false;
   NVTE_CHECK_CUDA(launch_token_linear(params, stream));
   return true;
 }
