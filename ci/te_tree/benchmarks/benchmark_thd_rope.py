@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-#
-# See LICENSE for license information.
 """Time THD RoPE, forward and backward, on each path, beside a copy of the same tensors.
 
 Scope: the kernels alone, on one GPU, for packed batches of one total length that are cut into

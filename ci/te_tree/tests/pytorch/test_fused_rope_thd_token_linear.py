@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-#
-# See LICENSE for license information.
 """Token-linear THD RoPE against the launch without it, bit for bit.
 
 Each path is forced through the environment, and the profiler proves which kernel ran.
