@@ -47,6 +47,7 @@ class TestShipped:
         assert load_refresh().drifted() == []
 
     def test_installed_ones_are_these(self) -> None:
+        """On failure: install the package again."""
         installed = {file.name: file.read_bytes() for file in patches_folder().glob("*.patch")}
         assert installed == {file.name: file.read_bytes() for file in PATCHES.glob("*.patch")}
 
