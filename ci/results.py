@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Keep README's tables as ci/results/*.csv have them: `python ci/results.py [--check]`.
+"""Keep the documents' tables as ci/results/*.csv have them: `python ci/results.py [--check]`.
 
 A table stands between the lines `<!-- table: ci/results/NAME.csv -->` and `<!-- end of table -->`;
 `<!-- headline: ... -->` names results of `te-overlay bench kernel`, one a TransformerEngine.
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+DOCUMENTS = (ROOT / "README.md", ROOT / "patches" / "PULL_REQUEST.md")
 MARKED = re.compile(
     r"(?P<open><!-- (?P<kind>table|headline): (?P<csv>[^\n]+?) -->\n)"
     r".*?(?P<close><!-- end of table -->)",
@@ -102,14 +102,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, only compare")
     check = parser.parse_args().check
-    old = README.read_text(encoding="utf-8")
-    new = with_tables(old)
-    if not check:
-        README.write_text(new, encoding="utf-8")
-    elif old != new:
-        print("README.md differs from ci/results: run `python ci/results.py`")
-        return 1
-    return 0
+    differs = False
+    for document in DOCUMENTS:
+        old = document.read_text(encoding="utf-8")
+        new = with_tables(old)
+        if not check:
+            document.write_text(new, encoding="utf-8")
+        elif old != new:
+            print(f"{document.name} differs from ci/results: run `python ci/results.py`")
+            differs = True
+    return int(differs)
 
 
 if __name__ == "__main__":

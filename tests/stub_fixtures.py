@@ -43,6 +43,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     yield lambda **options: write_stub(tmp_path, **options) and importlib.invalidate_caches()
     overlay.disable()
     patching._installation = None
+    patching._refusal = ""
     forget_te()
     sys.modules.update(saved)
 

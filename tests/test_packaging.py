@@ -174,3 +174,15 @@ def test_installed_command_verifies(scripts: Path, tmp_path: Path) -> None:
 def test_installed_module_shows_its_help(scripts: Path, tmp_path: Path) -> None:
     text = call(scripts / "python", "-m", PACKAGE, "--help", cwd=tmp_path)
     assert "verify" in text
+
+
+def test_installed_command_finds_its_patches(scripts: Path, tmp_path: Path) -> None:
+    code = (
+        f"from {PACKAGE}.patch_series import patches_folder, read_series\n"
+        "print(patches_folder())\nprint(len(read_series()))"
+    )
+    folder, count = call(scripts / "python", "-c", code, cwd=tmp_path).splitlines()[-2:]
+    assert Path(folder).is_relative_to(scripts.parent)
+    assert int(count) == len(list((ROOT / "patches").glob("*.patch")))
+    text = call(scripts / "te-overlay", "patch", "apply", "--help", cwd=tmp_path)
+    assert "--te-source" in text

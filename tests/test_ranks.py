@@ -45,6 +45,15 @@ class TestMessages:
         )
         assert second.startswith("the overlay is not active on rank 6 (host b): built without CUDA")
 
+    def test_patched_library_is_active(self) -> None:
+        some = [rank(number, enabled=False, library="0.1.0") for number in range(2)]
+        assert problems(*some) == []
+        (line,) = problems(some[0], rank(1))
+        assert line == (
+            "patched core library differs: 0.1.0 on rank 0 (host a); as TransformerEngine ships it "
+            "on rank 1 (host a). Install the same on every rank"
+        )
+
     def test_all_inactive(self) -> None:
         (line,) = problems(rank(0, enabled=False), rank(1, enabled=False))
         assert "not active on all 2 ranks" in line

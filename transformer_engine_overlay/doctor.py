@@ -90,6 +90,7 @@ def examine(timeout: float = te_probe.TIMEOUT) -> Report:
         findings += te_probe.check_import(probe, info.version, version, has_problem(files))
         gated += doctor_checks.check_signatures(probe, version)
         gated += doctor_checks.check_refusal(probe, has_problem(gated))
+        findings += doctor_checks.check_library(probe, transformer_engine_overlay.__version__)
     findings += doctor_checks.check_path_variable(complaint)
     findings += doctor_checks.check_dlpack_variable(os.environ.get("TE_OVERLAY_DLPACK"))
     findings += doctor_checks.check_activation(activation)
@@ -168,6 +169,8 @@ def find_obstacle(install: Install, probe: Probe | None, build: Build, gpus: Seq
         return "TransformerEngine cannot be imported"
     if not probe.enabled:
         return probe.refusal or f"a process that enabled the overlay {probe.outcome()}"
+    if probe.library:
+        return f"the core library is patched with {probe.library} and runs the kernels by itself"
     if gpus and not any(chip_code(build.chips, gpu.capability) for gpu in gpus):
         return "no compiled chip fits a GPU of this machine"
     return ""
@@ -247,6 +250,7 @@ def te_facts(install: Install, probe: Probe | None, version: str) -> dict[str, s
         known = kinds is not None and tuple(kinds) == gate.SIGNATURE
         facts[name] = "as known" if known else doctor_checks.kinds_text(kinds)
     refusal = probe.refusal or "the process did not come to that"
+    facts["patched with the overlay"] = probe.library or "no"
     facts["overlay can be enabled"] = "yes" if probe.enabled else f"no: {refusal}"
     if not probe.succeeded and probe.output:
         facts["last lines of the import"] = probe.tail()

@@ -237,6 +237,31 @@ def check_refusal(probe: Probe, explained: bool) -> list[Finding]:
     return [Finding(PROBLEM, what, remedy or "go on without it, and report this")]
 
 
+def check_library(probe: Probe, version: str) -> list[Finding]:
+    """Say that TransformerEngine's core library is a patched one, and whether with these kernels.
+
+    Parameters
+    ----------
+    probe : Probe
+    version : str
+        Our own.
+    """
+    if not probe.library:
+        return []
+    what = (
+        f"TransformerEngine's core library is patched with transformer-engine-overlay "
+        f"{probe.library}: its launcher runs the kernels, and nothing is routed"
+    )
+    remedy = "none is needed"
+    if probe.library != version:
+        what += f"; installed is {version}"
+        remedy = (
+            f"to have the kernels of {version}: take the patches out with the version that put "
+            "them in, `te-overlay patch apply --te-source DIR`, and build TransformerEngine again"
+        )
+    return [Finding(NOTE, what, remedy)]
+
+
 def check_path_variable(complaint: str) -> list[Finding]:
     """Check the value of ``NVTE_FUSED_ROPE_THD_TOKEN_LINEAR``."""
     what, _, remedy = complaint.partition("; ")

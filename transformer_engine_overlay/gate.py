@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import logging
@@ -24,6 +25,8 @@ logger = logging.getLogger("transformer_engine_overlay")
 
 TE_MODULE = "transformer_engine.pytorch"
 EXTENSION = "transformer_engine_torch"
+# exported by a core library that was built from a patched source tree
+PATCHED_SYMBOL = "nvte_fused_rope_thd_overlay_version"
 # kinds of the arguments of fused_rope_forward and fused_rope_backward, from release 2.10 on
 SIGNATURE = ("tensor", "tensor", "tensor?", "format", "bool", "tensor?", "int", "int")
 
@@ -65,6 +68,22 @@ def import_extension() -> ModuleType:
             f"{TE_MODULE} was imported, but there is no module {EXTENSION}: its layout is unknown"
         )
     return extension
+
+
+def patched_library() -> str:
+    """Return the version of the overlay that TransformerEngine's core library was patched with.
+
+    Returns
+    -------
+    str
+        Such as ``"0.1.0"``; "" if the library is not patched, or is not loaded.
+    """
+    # TransformerEngine loads its core library for all to see.
+    function = getattr(ctypes.CDLL(None), PATCHED_SYMBOL, None)
+    if function is None:
+        return ""
+    function.restype = ctypes.c_char_p
+    return str((function() or b"unknown").decode())
 
 
 def check_version(text: str) -> None:

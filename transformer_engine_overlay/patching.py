@@ -58,6 +58,9 @@ class Status:
         TransformerEngine's version, "" if it was not looked at.
     sites : dict
         Dotted path of each place to "routed", "original", or what else is there.
+    library : str
+        The version of the overlay that TransformerEngine's core library was patched with, "" if it
+        was not: its own launcher then runs the kernels, and the router stays out of the way.
     problem : str
         Why it is not enabled, or what stands in the way; "" if nothing does.
     activation : str
@@ -73,6 +76,7 @@ class Status:
     enabled: bool
     te_version: str = ""
     sites: dict[str, str] = field(default_factory=dict)
+    library: str = ""
     problem: str = ""
     activation: str = ""
     path_rule: str = ""
@@ -89,7 +93,8 @@ def enable(*, strict: bool = False) -> bool:
     """Route TransformerEngine's THD RoPE through the token-linear kernels, in this process.
 
     Imports ``transformer_engine.pytorch``. To enable twice is to enable once. Code that imported
-    TransformerEngine or its functions before is reached too.
+    TransformerEngine or its functions before is reached too. Where TransformerEngine's core library
+    was built from a patched source tree, nothing is routed: its launcher runs the same kernels.
 
     Parameters
     ----------
@@ -99,7 +104,7 @@ def enable(*, strict: bool = False) -> bool:
     Returns
     -------
     bool
-        Whether the overlay is enabled now.
+        Whether THD calls reach the kernels now, routed or in a patched library.
 
     Raises
     ------
@@ -112,7 +117,17 @@ def enable(*, strict: bool = False) -> bool:
         try:
             loaded = sys.modules.get(gate.EXTENSION)
             if _installation is None or _installation.extension is not loaded:
-                _installation = _install()
+                extension = gate.import_extension()
+                if library := gate.patched_library():
+                    _refusal = ""
+                    logger.info(
+                        "nothing routed: the core library of TransformerEngine %s is patched with "
+                        "transformer-engine-overlay %s and runs the kernels by itself",
+                        gate.te_version(),
+                        library,
+                    )
+                    return True
+                _installation = _install(extension)
             else:
                 _reactivate(_installation)
             _refusal = ""
@@ -185,10 +200,12 @@ def status() -> Status:
         path_rule=describe_path_rule(),
         routed={path: count["routed"] for path, count in counts.items()},
         passed_through=_native.passed_through(),
+        library=gate.patched_library(),
         problem=_refusal,
     )
     installation = _installation
     if installation is None:
+        found.te_version = gate.te_version() if found.library else ""
         return found
     found.te_version = installation.te_version
     found.sites = {_dotted(m, n): _site_state(installation, m, n) for m, n in _sites()}
@@ -215,10 +232,9 @@ def describe_path_rule() -> str:
         return str(error)
 
 
-def _install() -> Installation:
+def _install(extension: ModuleType) -> Installation:
     """Check everything, then rebind; nothing is changed before all is known to fit."""
     gate.check_build()
-    extension = gate.import_extension()
     version = gate.te_version()
     gate.check_version(version)
     originals = {name: gate.checked_function(extension, name, version) for name in FUNCTIONS}

@@ -126,7 +126,8 @@ def _read(rank: int, entry: dict[str, Any]) -> RankStatus:
 def _problems(ranks: Sequence[RankStatus]) -> list[str]:
     """Say what is wrong, a line for each finding, with the ranks and the remedy."""
     lines = []
-    inactive = [r for r in ranks if not r.status.enabled]
+    # A patched library runs the kernels with nothing routed.
+    inactive = [r for r in ranks if not r.status.enabled and not r.status.library]
     for why, some in _by_value([(r, r.status.problem or r.status.activation) for r in inactive]):
         lines.append(
             f"the overlay is not active on {_names(some, ranks)}: {why}. Start every rank with "
@@ -137,6 +138,8 @@ def _problems(ranks: Sequence[RankStatus]) -> list[str]:
         lines.append(f"the overlay is active but incomplete on {_names(some, ranks)}: {why}")
     names = dict.fromkeys(name for r in ranks for name in r.versions)
     versions = {name: [(r, r.versions.get(name, "unknown")) for r in ranks] for name in names}
+    libraries = [(r, r.status.library or "as TransformerEngine ships it") for r in ranks]
+    versions["patched core library"] = libraries
     rules = {"NVTE_FUSED_ROPE_THD_TOKEN_LINEAR": [(r, r.status.path_rule) for r in ranks]}
     for facts, remedy in (
         (versions, "Install the same on every rank"),

@@ -37,7 +37,7 @@ extension = sys.modules.get(gate.EXTENSION)
 names = ("fused_rope_forward", "fused_rope_backward")
 functions = {name: getattr(extension, name, None) for name in names}
 kinds = {name: gate.signature_kinds(function) for name, function in functions.items()}
-tell(version=gate.te_version(), signatures=kinds)
+tell(version=gate.te_version(), signatures=kinds, library=gate.patched_library())
 try:
     tell(enabled=enable(strict=True))
 except OverlayError as error:
@@ -62,9 +62,11 @@ class Probe:
     signatures : dict
         Name of a fused RoPE function to the kinds of its arguments, None if it has no signature.
     enabled : bool
-        Whether the overlay could be enabled.
+        Whether the overlay could be enabled, or needs not be, with a patched library.
     refusal : str
         Why not.
+    library : str
+        The version of the overlay that the core library was patched with, "" if it was not.
     """
 
     returncode: int | None
@@ -74,6 +76,7 @@ class Probe:
     signatures: dict[str, list[str] | None] = field(default_factory=dict)
     enabled: bool = False
     refusal: str = ""
+    library: str = ""
 
     @property
     def succeeded(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from transformer_engine_overlay import __version__
-from transformer_engine_overlay.cli import bench, doctor, verify
+from transformer_engine_overlay.cli import bench, doctor, patch, verify
 from transformer_engine_overlay.cli.common import console
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ def _version(
 verify.register(app)
 bench.register(app)
 doctor.register(app)
+patch.register(app)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import typer.core
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from transformer_engine_overlay import OverlayError, _native, enable
+from transformer_engine_overlay import OverlayError, _native, enable, status
 
 console = Console()
 
@@ -84,6 +84,12 @@ def enable_or_refuse() -> None:
         enable(strict=True)
     except OverlayError as error:
         refuse(str(error))
+    if library := status().library:
+        refuse(
+            f"TransformerEngine's core library is patched with {library}, so that nothing is "
+            "routed; compare its paths with tests/pytorch/test_fused_rope_thd_token_linear.py and "
+            "benchmarks/benchmark_thd_rope.py of the patched tree"
+        )
 
 
 def check_writable(option: str, path: Path | None) -> None:
