@@ -75,7 +75,7 @@ def local_positions(
 def _rotate_pairs(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Return, for each element, its partner with the sign of a quarter turn."""
     if interleaved:
-        pairs = x.unflatten(-1, (x.shape[-1] // 2, 2))
+        pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
         return torch.stack([-pairs[..., 1], pairs[..., 0]], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
