@@ -195,7 +195,7 @@ class TestCompiledMistakes:
         assert not problems
         assert usage["registers"] == 32
         assert usage["spills"] > 0
-        assert " 0 bytes spill stores" not in log
+        assert re.search(r" [1-9]\d* bytes spill stores", log)
         budget = build_of(script)
         build = deepcopy(budget)
         build.usage[KEY] = usage
