@@ -21,21 +21,6 @@ SCHEMA = (
 )
 
 
-def _rotate(
-    t: torch.Tensor,
-    freqs: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    start_positions: torch.Tensor | None,
-    interleaved: bool,
-    cp_size: int,
-    cp_rank: int,
-    transpose: bool,
-) -> torch.Tensor:
-    return rotate_thd(
-        t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, transpose
-    )
-
-
 def _fake(t: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
@@ -63,7 +48,7 @@ def register() -> bool:
     if not hasattr(torch.library, "register_autograd"):
         return False
     torch.library.define(NAME, SCHEMA)
-    torch.library.impl(NAME, ("cpu", "cuda"), _rotate)
+    torch.library.impl(NAME, ("cpu", "cuda"), rotate_thd)
     torch.library.register_fake(NAME, _fake)
     torch.library.register_autograd(NAME, _gradient, setup_context=_save)
     return True
