@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import transformer_engine_overlay
 from transformer_engine_overlay import _native, verify
 from transformer_engine_overlay.cases import draw_case, make_batch
 from transformer_engine_overlay.cli import app
+from transformer_engine_overlay.cli.verify import FULL
 
 CPU = torch.device("cpu")
 
@@ -43,6 +45,18 @@ class TestCases:
         assert {c.starts is None for c in cases} == {True, False}
         assert any(c.tail_rows for c in cases)
         assert any(c.heads == 1 for c in cases)
+
+    def test_the_cases_for_a_gpu_have_every_kernel(self) -> None:
+        kernels = set()
+        for case in (draw_case(0, i, torch.bfloat16, 1, 256) for i in range(FULL["cuda"][0])):
+            t = make_batch(case, CPU).local(make_batch(case, CPU).t, 0)
+            body = _native.choose_body(
+                *(2, case.interleaved, case.heads, case.head_dim, case.rotary_dim, t.stride()),
+                (4096, 4096, 4096),
+            )
+            kernels.add((body, case.interleaved))
+        never = {(3, True)}  # wide32 is for half-split calls
+        assert kernels == set(itertools.product(range(5), (False, True))) - never
 
     def test_a_case_is_a_function_of_its_seed(self) -> None:
         one, two = (draw_case(7, 3, torch.float32, 2, 512) for _ in range(2))

@@ -115,13 +115,14 @@ def draw_case(seed: int, index: int, dtype: torch.dtype, cp_size: int, tokens: i
         heads=heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        interleaved=index % 2 == 1,
+        # Each shape has both pairings within twice as many cases as there are shapes, and both
+        # kinds of table, so that they run every kernel.
+        interleaved=(index + index // len(_SHAPES)) % 2 == 1,
         starts=starts,
         strided=index % 4 in (0, 3),
         tail_rows=(17, 0, 3)[index % 3],
         table_rows=table_rows,
-        # Each shape has both kinds within twice as many cases as there are shapes.
-        symmetric=(index + index // len(_SHAPES)) % 2 == 0,
+        symmetric=(index + index // 2 + index // len(_SHAPES)) % 2 == 0,
     )
 
 
