@@ -204,7 +204,7 @@ class TestCompiledMistakes:
     def test_small_stores(self, script: ModuleType, tmp_path: Path) -> None:
         mutation = (
             "thd_vector.cuh",
-            "*reinterpret_cast<uint4 *>(output + i * distance) = vectors[i].bits;",
+            "store_vector(output + i * distance, vectors[i].bits);",
             "reinterpret_cast<uint2 *>(output + i * distance)[0] = "
             "make_uint2(vectors[i].bits.x, vectors[i].bits.y);\n"
             "      reinterpret_cast<volatile uint2 *>(output + i * distance)[1].x = "

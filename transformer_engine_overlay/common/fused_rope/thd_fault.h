@@ -73,14 +73,21 @@ THD_ROPE_HOST_DEVICE Fault find_fault(const PackedBatch &batch, int64_t token) {
 }
 
 #if defined(__CUDACC__)
-// Called by one lane for a faulty token, as the last thing it does: then the call saves no
-// register. By value: a reference would move the kernel's parameters into local memory.
-__device__ __noinline__ void report_fault(PackedBatch batch, FaultSink sink, int64_t token) {
+// Called by one lane for a faulty token.
+__device__ __forceinline__ void record_fault(const PackedBatch &batch, const FaultSink &sink,
+                                             int64_t token) {
   volatile unsigned int *latch = sink.latch;
   if (latch == nullptr || *latch != 0 || atomicCAS(sink.latch, 0u, 1u) != 0) return;
   sink.record->fault = find_fault(batch, token);
   __threadfence_system();
   *const_cast<volatile uint32_t *>(&sink.record->valid) = 1;
+}
+
+// The same as a call, for kernels that have no registers for it. As the last thing that a lane
+// does: then the call saves no register. By value: a reference would move the kernel's parameters
+// into local memory.
+__device__ __noinline__ void call_record_fault(PackedBatch batch, FaultSink sink, int64_t token) {
+  record_fault(batch, sink, token);
 }
 #endif
 

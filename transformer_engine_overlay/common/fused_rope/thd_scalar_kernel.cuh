@@ -137,7 +137,7 @@ __device__ __forceinline__ void process_token(const Group &group, const ThdRopeP
     rotate_row<T, kInterleaved, kTranspose>(group, params, input, output,
                                             params.freqs + row.index * params.rotary_dim, angles);
   }
-  if (row.faulty && group.rank() == 0) report_fault(params.batch, params.faults, token);
+  if (row.faulty && group.rank() == 0) call_record_fault(params.batch, params.faults, token);
 }
 
 // One warp a token; its owner is searched for once, by the whole warp.

@@ -62,6 +62,13 @@ __device__ __forceinline__ float4 load_table4(const float *entry) {
 }
 #endif
 
+// A store that stays one: for chips before sm_100 the compiler may take that of a uint4 apart into
+// four of 4 bytes.
+__device__ __forceinline__ void store_vector(void *address, const uint4 &x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w));
+}
+
 // Two neighbouring elements of a vector, converted together: one instruction for 16-bit types.
 __device__ __forceinline__ float2 to_float2(float2 x) { return x; }
 __device__ __forceinline__ float2 to_float2(__half2 x) { return __half22float2(x); }
@@ -110,7 +117,7 @@ struct Unit {
   __device__ __forceinline__ void store(T *output, int32_t distance) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      *reinterpret_cast<uint4 *>(output + i * distance) = vectors[i].bits;
+      store_vector(output + i * distance, vectors[i].bits);
     }
   }
 
@@ -190,7 +197,7 @@ __device__ __forceinline__ void copy_rest(const ThdRopeParams &params, const Lan
     }
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k, storing.advance(walk)) {
-      if (storing.head < params.num_heads) *reinterpret_cast<uint4 *>(storing.data) = vectors[k];
+      if (storing.head < params.num_heads) store_vector(storing.data, vectors[k]);
     }
   }
 }
@@ -202,7 +209,7 @@ __device__ __forceinline__ void zero_token(const ThdRopeParams &params, T *outpu
   const int32_t vectors = params.num_heads * (params.head_dim / (kVectorBytes / sizeof(T)));
 #pragma unroll 1
   for (int32_t i = lane; i < vectors; i += lanes) {
-    reinterpret_cast<uint4 *>(output)[i] = make_uint4(0, 0, 0, 0);
+    store_vector(reinterpret_cast<uint4 *>(output) + i, make_uint4(0, 0, 0, 0));
   }
 }
 

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kLanes, resident_blocks(1024 / kLanes))
   const TableRow row = table_row_of_group<1>(params.batch, token, 0, 5);
   if (row.index < 0) {
     zero_token(params, output, rank, kLanes);
-    if (row.faulty && rank == 0) report_fault(params.batch, params.faults, token);
+    if (row.faulty && rank == 0) call_record_fault(params.batch, params.faults, token);
     return;
   }
   const float *first = params.freqs + row.index * params.rotary_dim;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kLanes, resident_blocks(1024 / kLanes))
     }
   } while (storing.head < params.num_heads);
   copy_rest(params, plan.rest, input, output, rank);
-  if (row.faulty && rank == 0) report_fault(params.batch, params.faults, token);
+  if (row.faulty && rank == 0) call_record_fault(params.batch, params.faults, token);
 }
 
 }  // namespace thd_rope
