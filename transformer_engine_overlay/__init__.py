@@ -15,6 +15,10 @@ except ModuleNotFoundError as error:
     ) from None
 
 from transformer_engine_overlay import ops  # noqa: F401 (registers the operator)
+from transformer_engine_overlay.fused import (
+    apply_fused_qkv_rotary_pos_emb_thd,
+    apply_rotary_pos_emb_thd_qk,
+)
 from transformer_engine_overlay.gate import OverlayError
 from transformer_engine_overlay.patching import disable, enable, patched, status
 from transformer_engine_overlay.ranks import status_across_ranks
@@ -28,7 +32,9 @@ except PackageNotFoundError:  # built by hand and put on PYTHONPATH
 __all__ = [
     "OverlayError",
     "__version__",
+    "apply_fused_qkv_rotary_pos_emb_thd",
     "apply_rotary_pos_emb_thd",
+    "apply_rotary_pos_emb_thd_qk",
     "disable",
     "enable",
     "patched",

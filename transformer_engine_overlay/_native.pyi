@@ -30,6 +30,23 @@ def rotate(
     prepared: bool,
     /,
 ) -> torch.Tensor | None: ...
+def rotate_fused(
+    query: object,
+    query_output: object,
+    key: object,
+    key_output: object,
+    value: object,
+    value_output: object,
+    query_freqs: object,
+    key_freqs: object,
+    start_positions: object,
+    interleaved: bool,
+    cu_seqlens: object,
+    cp_size: object,
+    cp_rank: object,
+    transpose: bool,
+    /,
+) -> bool: ...
 def make_routed(
     original: Callable[..., Any],
     prepare: Callable[..., Any],
@@ -49,6 +66,7 @@ def path_request() -> int: ...
 def report_faults() -> None: ...
 def reset_faults(device: int, /) -> None: ...
 def body_counts() -> dict[str, int]: ...
+def fused_calls() -> int: ...
 def choose_body(
     dtype: int,
     interleaved: bool,

@@ -167,6 +167,46 @@ def check_device(name: str, value: torch.Tensor, t: torch.Tensor) -> None:
         )
 
 
+def check_same_rows(q: object, k: object) -> None:
+    """Raise unless query and key differ in their heads alone."""
+    q, k = check_tensor("q", q), check_tensor("k", k)
+    if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2]:
+        raise ValueError(
+            f"q has shape {list(q.shape)} and k {list(k.shape)}; they must be [t, h_q, d] and "
+            "[t, h_k, d]"
+        )
+    if q.dtype != k.dtype or q.device != k.device:
+        raise ValueError(
+            f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; they must be of one dtype "
+            "on one device"
+        )
+
+
+def check_split(qkv: object, split: object) -> tuple[int, int, int]:
+    """Return the widths of query heads, key and value if they make up a row of `qkv`."""
+    qkv = check_tensor("qkv", qkv)
+    if qkv.dim() != 3:
+        raise ValueError(
+            f"qkv has shape {list(qkv.shape)}; it must be 3-D, [t, h, sum(qkv_split_arg_list)]"
+        )
+    if not isinstance(split, list | tuple) or len(split) != 3:
+        raise TypeError(
+            f"qkv_split_arg_list is {split!r}; it must be a list of three ints, [n * d, d, d_v]"
+        )
+    query, key, value = (_check_int("each of qkv_split_arg_list", width) for width in split)
+    if key < 1 or query < 1 or query % key or value < 0:
+        raise ValueError(
+            f"qkv_split_arg_list is {list(split)}; it must be [n * d, d, d_v], the query width a "
+            "multiple of the key width"
+        )
+    if query + key + value != qkv.shape[2]:
+        raise ValueError(
+            f"qkv has shape {list(qkv.shape)}, and qkv_split_arg_list {list(split)} sums to "
+            f"{query + key + value}; it must sum to the last dimension"
+        )
+    return query, key, value
+
+
 def check_context_parallel(cp_size: object, cp_rank: object) -> tuple[int, int]:
     """Return both as ints if ``0 <= cp_rank < cp_size``."""
     size = _check_int("cp_size", cp_size)

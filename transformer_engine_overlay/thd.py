@@ -184,7 +184,7 @@ class _ThdRope(torch.autograd.Function):
         freqs, cu_seqlens, start_positions, *scalars = arguments
         output = rotate_thd(t, *arguments)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(*map(_savable, (freqs, cu_seqlens, start_positions)))
+            ctx.save_for_backward(*map(savable, (freqs, cu_seqlens, start_positions)))
             ctx.scalars = scalars
         return output
 
@@ -199,6 +199,6 @@ class _ThdRope(torch.autograd.Function):
         return (grad, *[None] * 7)
 
 
-def _savable(value: torch.Tensor | None) -> torch.Tensor | None:
-    """Inference tensors cannot be saved for a backward pass; a copy can."""
+def savable(value: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what can be saved for a backward pass: of an inference tensor a copy."""
     return value.clone() if value is not None and value.is_inference() else value

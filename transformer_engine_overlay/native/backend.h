@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "fused_qkv.h"
 #include "fused_rope/thd_params.h"
 
 namespace transformer_engine {
@@ -28,6 +29,10 @@ int64_t run_on_cpu(const ThdRopeParams &params, Path path, int num_threads);
 // afterwards. Returns the number of blocks launched. Throws std::invalid_argument for a grid that
 // is too large, UnsupportedDevice, or std::runtime_error for whatever CUDA reports.
 int64_t run_on_cuda(const ThdRopeParams &params, Path path, int device, uintptr_t stream);
+
+// The same for a fused call, which has only the token-linear path. Needs fits_fused_kernels(),
+// tokens, sequences and table rows.
+int64_t run_fused_on_cuda(const FusedQkvParams &params, int device, uintptr_t stream);
 
 // CUDA versions as CUDA writes them (13000 for 13.0); 0 where there is none.
 struct CudaVersions {

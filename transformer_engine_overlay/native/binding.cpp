@@ -18,6 +18,7 @@
 #include "faults.h"
 #include "fused_rope/thd_plan.h"
 #include "torch_call.h"
+#include "torch_fused_call.h"
 
 namespace nb = nanobind;
 
@@ -30,6 +31,16 @@ nb::object rotate(nb::handle t, nb::handle freqs, nb::handle start_positions,
                   nb::handle cp_rank, bool transpose, bool routed, bool prepared) {
   return rotate_plain({t, freqs, start_positions, interleaved, cu_seqlens, cp_size, cp_rank,
                        transpose, routed, prepared});
+}
+
+bool rotate_fused_parts(nb::handle query, nb::handle query_output, nb::handle key,
+                        nb::handle key_output, nb::handle value, nb::handle value_output,
+                        nb::handle query_freqs, nb::handle key_freqs, nb::handle start_positions,
+                        bool interleaved, nb::handle cu_seqlens, nb::handle cp_size,
+                        nb::handle cp_rank, bool transpose) {
+  return rotate_fused({query, query_output, key, key_output, value, value_output, query_freqs,
+                       key_freqs, start_positions, cu_seqlens, cp_size, cp_rank, interleaved,
+                       transpose});
 }
 
 nb::dict path_counts() {
@@ -126,11 +137,15 @@ void reset_faults(int device) {
   device_faults(device)->reported.store(false);
 }
 
-int64_t run_on_cuda(const ThdRopeParams &, Path, int, uintptr_t) {
+[[noreturn]] static void throw_no_cuda() {
   throw UnsupportedDevice(
       "transformer-engine-overlay was built without CUDA, and the tensors are on a CUDA device; "
       "reinstall it from source without TE_OVERLAY_CUDA=0");
 }
+
+int64_t run_on_cuda(const ThdRopeParams &, Path, int, uintptr_t) { throw_no_cuda(); }
+
+int64_t run_fused_on_cuda(const FusedQkvParams &, int, uintptr_t) { throw_no_cuda(); }
 #endif
 
 }  // namespace thd_rope
@@ -146,6 +161,10 @@ NB_MODULE(_native, m) {
       .def_rw("active", &RouterSwitch::active);
   m.def("rotate", &rotate, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
         nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
+  m.def("rotate_fused", &rotate_fused_parts, nb::arg().none(), nb::arg().none(), nb::arg().none(),
+        nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
+        nb::arg().none(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
+        nb::arg());
   m.def("make_routed", &make_routed);
   m.def("path_counts", &path_counts);
   m.def("passed_through", [] { return counters().passed_through.load(std::memory_order_relaxed); });
@@ -155,6 +174,7 @@ NB_MODULE(_native, m) {
   m.def("report_faults", &report_faults);
   m.def("reset_faults", &reset_faults);
   m.def("body_counts", &body_counts);
+  m.def("fused_calls", [] { return counters().fused.load(std::memory_order_relaxed); });
   m.def("choose_body", &choose_body_for, nb::arg("dtype"), nb::arg("interleaved"),
         nb::arg("num_heads"), nb::arg("head_dim"), nb::arg("rotary_dim"), nb::arg("strides"),
         nb::arg("addresses"));

@@ -67,5 +67,18 @@ void run_call(const ThdRopeParams &params, PathRequest request, const Target &ta
   if (routed) counter.routed.fetch_add(1, std::memory_order_relaxed);
 }
 
+void run_fused_call(const FusedQkvParams &params, int device, uintptr_t stream) {
+  report_fault_of(device);  // of calls before this one
+  int64_t blocks = 0;
+  {
+    const nanobind::gil_scoped_release release;
+    blocks = run_fused_on_cuda(params, device, stream);
+  }
+  PathCounter &counter = counters().paths[static_cast<int>(Path::kTokenLinear)];
+  counter.calls.fetch_add(1, std::memory_order_relaxed);
+  counter.blocks.fetch_add(blocks, std::memory_order_relaxed);
+  counters().fused.fetch_add(1, std::memory_order_relaxed);
+}
+
 }  // namespace thd_rope
 }  // namespace transformer_engine

@@ -29,6 +29,7 @@ struct PathCounter {
 struct Counters {
   PathCounter paths[2];                    // by Path
   std::atomic<int64_t> bodies[5]{};        // token-linear calls on a GPU, by Body
+  std::atomic<int64_t> fused{0};           // those that rotated query and key together
   std::atomic<int64_t> passed_through{0};  // calls that went on to TransformerEngine's function
 };
 Counters &counters();
@@ -53,6 +54,9 @@ void report_faults();
 
 // Runs a call on the path that `request` and its shape lead to. Needs the GIL, and releases it.
 void run_call(const ThdRopeParams &params, PathRequest request, const Target &target, bool routed);
+
+// Runs a fused call on a GPU. Needs the GIL, and releases it.
+void run_fused_call(const FusedQkvParams &params, int device, uintptr_t stream);
 
 }  // namespace thd_rope
 }  // namespace transformer_engine

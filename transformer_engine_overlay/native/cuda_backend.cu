@@ -10,6 +10,7 @@
 
 #include "backend.h"
 #include "faults.h"
+#include "fused_qkv_kernel.cuh"
 #include "fused_rope/thd_launch.cuh"
 #include "legacy_grid.cuh"
 
@@ -123,31 +124,57 @@ CudaVersions cuda_versions() {
   return versions;
 }
 
-int64_t run_on_cuda(const ThdRopeParams &params, Path path, int device, uintptr_t stream) {
-  if (!has_elements(params)) return 0;
+namespace {
+
+void check_driver() {
   const std::string &complaint = cached_driver_complaint();
   if (!complaint.empty()) throw UnsupportedDevice(complaint);
+}
+
+void check_grid(int64_t blocks, Path path, const PackedBatch &batch, int64_t num_tokens) {
+  if (blocks <= kMaxGridBlocks) return;
+  const bool token_linear = path == Path::kTokenLinear;
+  throw std::invalid_argument(
+      std::string(token_linear ? "the token-linear grid" : "the legacy grid") + " would be " +
+      std::to_string(blocks) + " blocks (" + std::to_string(batch.table_rows) + " table rows, " +
+      std::to_string(batch.num_sequences) + " sequences, " + std::to_string(num_tokens) +
+      " tokens); CUDA launches at most " + std::to_string(kMaxGridBlocks) +
+      (token_linear ? "; split the batch" : "; unset " + std::string(kPathVariable)));
+}
+
+void check_launch(cudaError_t error, int device) {
+  if (error == cudaErrorNoKernelImageForDevice) throw_no_kernel_image(device);
+  check_cuda(error, "launching THD RoPE");
+}
+
+}  // namespace
+
+int64_t run_on_cuda(const ThdRopeParams &params, Path path, int device, uintptr_t stream) {
+  if (!has_elements(params)) return 0;
+  check_driver();
   const bool token_linear = path == Path::kTokenLinear;
   const int64_t blocks =
       token_linear ? token_linear_grid_blocks(params) : legacy_grid_blocks(params.batch);
-  if (blocks > kMaxGridBlocks) {
-    throw std::invalid_argument(
-        std::string(token_linear ? "the token-linear grid" : "the legacy grid") + " would be " +
-        std::to_string(blocks) + " blocks (" + std::to_string(params.batch.table_rows) +
-        " table rows, " + std::to_string(params.batch.num_sequences) + " sequences, " +
-        std::to_string(params.num_tokens) + " tokens); CUDA launches at most " +
-        std::to_string(kMaxGridBlocks) +
-        (token_linear ? "; split the batch" : "; unset " + std::string(kPathVariable)));
-  }
+  check_grid(blocks, path, params.batch, params.num_tokens);
   const DeviceGuard guard(device);
   const cudaStream_t cuda_stream = reinterpret_cast<cudaStream_t>(stream);
   ThdRopeParams reporting = params;
   reporting.faults = fault_sink(device);
-  const cudaError_t error = token_linear ? launch_token_linear(reporting, cuda_stream)
-                                         : launch_legacy_grid(reporting, cuda_stream);
-  if (error == cudaErrorNoKernelImageForDevice) throw_no_kernel_image(device);
-  check_cuda(error, "launching THD RoPE");
+  check_launch(token_linear ? launch_token_linear(reporting, cuda_stream)
+                            : launch_legacy_grid(reporting, cuda_stream),
+               device);
   return params.batch.num_sequences == 0 || params.batch.table_rows == 0 ? 0 : blocks;
+}
+
+int64_t run_fused_on_cuda(const FusedQkvParams &params, int device, uintptr_t stream) {
+  check_driver();
+  const int64_t blocks = fused_grid_blocks(params, choose_fused_body(params));
+  check_grid(blocks, Path::kTokenLinear, params.batch, params.num_tokens);
+  const DeviceGuard guard(device);
+  FusedQkvParams reporting = params;
+  reporting.faults = fault_sink(device);
+  check_launch(launch_fused_qkv(reporting, reinterpret_cast<cudaStream_t>(stream)), device);
+  return blocks;
 }
 
 }  // namespace thd_rope

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "calls.h"
+#include "torch_arguments.h"
 #include "torch_view.h"
 
 namespace nb = nanobind;
@@ -13,47 +14,6 @@ namespace nb = nanobind;
 namespace transformer_engine {
 namespace thd_rope {
 namespace {
-
-// Metadata: a contiguous int32 vector on `device` with at least `min_entries` entries.
-bool read_metadata(nb::handle value, int32_t device, int64_t min_entries, const int32_t **address,
-                   int64_t *entries) {
-  TensorView view;
-  if (!view_tensor(value, &view) || view.ndim != 1 || view.dtype != ViewType::kInt32 ||
-      view.device != device || view.shape[0] < min_entries || !view.is_contiguous()) {
-    return false;
-  }
-  *entries = view.shape[0];
-  *address = static_cast<const int32_t *>(view.data);
-  return view.has_memory();
-}
-
-bool read_ranks(const TorchCall &arguments, PackedBatch *batch) {
-  if (!PyLong_CheckExact(arguments.cp_size.ptr()) || !PyLong_CheckExact(arguments.cp_rank.ptr())) {
-    return false;
-  }
-  int overflow = 0;
-  const int64_t size = PyLong_AsLongLongAndOverflow(arguments.cp_size.ptr(), &overflow);
-  if (overflow != 0 || size < 1 || size > INT32_MAX) return false;
-  const int64_t rank = PyLong_AsLongLongAndOverflow(arguments.cp_rank.ptr(), &overflow);
-  if (overflow != 0 || rank < 0 || rank >= size) return false;
-  batch->cp_size = static_cast<int32_t>(size);
-  batch->cp_rank = static_cast<int32_t>(rank);
-  return true;
-}
-
-// The angle table: contiguous float32 [s, 1, 1, d2] on `device`, d2 even and at most head_dim.
-bool read_table(nb::handle value, int32_t device, int64_t head_dim, ThdRopeParams *params) {
-  TensorView view;
-  if (!view_tensor(value, &view) || view.ndim != 4 || view.dtype != ViewType::kFloat32 ||
-      view.device != device || view.shape[1] != 1 || view.shape[2] != 1 || view.shape[3] % 2 != 0 ||
-      view.shape[3] > head_dim || !view.is_contiguous() || is_negated(value)) {
-    return false;
-  }
-  params->freqs = static_cast<const float *>(view.data);
-  params->rotary_dim = static_cast<int32_t>(view.shape[3]);
-  params->batch.table_rows = view.shape[0];
-  return view.has_memory();
-}
 
 // Fills in the parameters, all but the output, and the view of t; false if the call is not plain.
 bool read_call(const TorchCall &arguments, ThdRopeParams *params, TensorView *view) {
@@ -66,19 +26,15 @@ bool read_call(const TorchCall &arguments, ThdRopeParams *params, TensorView *vi
   // Elements without memory: a fake tensor, or a wrapper around others.
   if (!t.has_memory() || t.shape[1] > kMaxRowExtent || t.shape[2] > kMaxRowExtent) return false;
   PackedBatch *batch = &params->batch;
-  int64_t entries = 0, starts = 0;
-  if (!read_table(arguments.freqs, t.device, t.shape[2], params) ||
-      !read_metadata(arguments.cu_seqlens, t.device, 1, &batch->cu_seqlens, &entries)) {
+  AngleTable table;
+  if (!read_table(arguments.freqs, t.device, t.shape[2], &table) ||
+      !read_batch(arguments.cu_seqlens, arguments.start_positions, t.device, batch) ||
+      !read_ranks(arguments.cp_size, arguments.cp_rank, batch)) {
     return false;
   }
-  if (entries > kMaxSequences) return false;
-  batch->num_sequences = static_cast<int32_t>(entries - 1);
-  if (!arguments.start_positions.is_none() &&
-      !read_metadata(arguments.start_positions, t.device, batch->num_sequences,
-                     &batch->start_positions, &starts)) {
-    return false;
-  }
-  if (!read_ranks(arguments, batch)) return false;
+  params->freqs = table.freqs;
+  params->rotary_dim = table.rotary_dim;
+  batch->table_rows = table.rows;
   params->input = t.data;
   params->num_tokens = t.shape[0];
   params->num_heads = static_cast<int32_t>(t.shape[1]);

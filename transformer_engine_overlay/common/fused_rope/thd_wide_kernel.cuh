@@ -12,15 +12,19 @@
 namespace transformer_engine {
 namespace thd_rope {
 
+// Where the angles of a pair go: pair p of unit c to slot p * slot_stride + c.
+template <int kPairsPerUnit>
+__device__ __forceinline__ PairAngles *angle_slot(PairAngles *angles, int32_t slot_stride,
+                                                  int32_t pair) {
+  return angles + pair % kPairsPerUnit * slot_stride + pair / kPairsPerUnit;
+}
+
 // Angles of pairs [0, count) from the table entries at `first` and `second`, `entry_stride` apart,
-// kBatch pairs of a lane together. Pair p of unit c goes to slot p * slot_stride + c.
-template <int kPairsPerUnit, int kLanes, int kBatch>
+// kBatch pairs of a lane together; `store` is given a pair and its angles.
+template <int kLanes, int kBatch, typename Store>
 __device__ __forceinline__ void store_angles(const float *first, const float *second,
                                              int32_t entry_stride, int32_t count, int32_t rank,
-                                             PairAngles *angles, int32_t slot_stride) {
-  const auto slot = [=](int32_t pair) {
-    return angles + pair % kPairsPerUnit * slot_stride + pair / kPairsPerUnit;
-  };
+                                             const Store &store) {
   for (int32_t begin = rank; begin < count; begin += kLanes * kBatch) {
     float a[kBatch];
     bool plain = true;
@@ -41,12 +45,12 @@ __device__ __forceinline__ void store_angles(const float *first, const float *se
         const int32_t pair = begin + k * kLanes;
         float sine, cosine;
         sine_cosine(a[k], &sine, &cosine);
-        if (pair < count) *slot(pair) = {cosine, sine, cosine, sine};
+        if (pair < count) store(pair, PairAngles{cosine, sine, cosine, sine});
       }
     } else {
 #pragma unroll 1
       for (int32_t pair = begin; pair < min(begin + kBatch * kLanes, count); pair += kLanes) {
-        *slot(pair) = pair_angles(first[pair * entry_stride], second[pair * entry_stride]);
+        store(pair, pair_angles(first[pair * entry_stride], second[pair * entry_stride]));
       }
     }
   }
@@ -83,9 +87,11 @@ __global__ void __launch_bounds__(kLanes, resident_blocks(1024 / kLanes))
     return;
   }
   const float *first = params.freqs + row.index * params.rotary_dim;
-  store_angles<U::kPairs, kLanes, kAngleBatch>(first, first + distance, kInterleaved ? 2 : 1,
-                                               params.rotary_dim / 2, rank, angles,
-                                               plan.slot_stride);
+  store_angles<kLanes, kAngleBatch>(
+      first, first + distance, kInterleaved ? 2 : 1, params.rotary_dim / 2, rank,
+      [=](int32_t pair, const PairAngles &of_pair) {
+        *angle_slot<U::kPairs>(angles, plan.slot_stride, pair) = of_pair;
+      });
   __syncthreads();
 
   Walk<T> storing(plan.rotated, rank, output, params.head_dim);

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Query and key together, and fused QKV, against a call for each part; errors; gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fused_cases import FusedCase, outputs_and_grads
+
+from transformer_engine_overlay import (
+    apply_fused_qkv_rotary_pos_emb_thd,
+    apply_rotary_pos_emb_thd_qk,
+)
+from transformer_engine_overlay.verify import same_bits
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "partial": {"rotary_dim": 4},
+    "interleaved": {"interleaved": True},
+    "two tables": {"two_tables": True},
+    "start positions": {"starts": True},
+    "cp": {"cp_size": 4, "cp_rank": 2, "boundaries": (0, 8, 40, 44, 260), "table_rows": 900},
+}
+
+
+def case(**changes: Any) -> FusedCase:
+    options: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 8}
+    return FusedCase(**(options | {"rotary_dim": 8} | changes))
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+class TestParity:
+    def test_qk(self, changes: dict[str, Any]) -> None:
+        batch = case(**changes)
+        inputs = batch.random(301, 6, 8), batch.random(301, 2, 8)
+        together = outputs_and_grads(batch.qk, inputs)
+        apart = outputs_and_grads(batch.qk_apart, inputs)
+        assert all(map(same_bits, together, apart))
+        assert all(x.is_contiguous() for x in together[:2])
+
+    @pytest.mark.parametrize("split", [[24, 8, 8], [8, 8, 5], [16, 8, 0]], ids=str)
+    def test_qkv(self, changes: dict[str, Any], split: list[int]) -> None:
+        batch = case(**changes)
+        inputs = (batch.random(301, 2, sum(split)),)
+        together = outputs_and_grads(batch.qkv, inputs, split)
+        apart = outputs_and_grads(batch.qkv_apart, inputs, split)
+        assert all(map(same_bits, together, apart))
+        assert all(x.is_contiguous() for x in together)
+        assert together[0].shape == (301, 2 * split[0] // 8, 8)
+
+
+def test_tail_rows_are_zeros_but_for_the_value() -> None:
+    batch = case()
+    q, k, v = batch.qkv(batch.random(301, 2, 24), [8, 8, 8])
+    assert not q[260:].any()
+    assert not k[260:].any()
+    assert v[260:].any()
+
+
+def test_one_gradient_missing() -> None:
+    batch = case()
+    q, k = (batch.random(301, 2, 8).requires_grad_() for _ in range(2))
+    batch.qk(q, k)[0].float().sum().backward()
+    assert q.grad is not None
+    assert k.grad is not None
+    assert not k.grad.any()
+
+
+def test_gradient_of_the_gradient() -> None:
+    batch = case(dtype=torch.float32)
+    qkv = batch.random(301, 2, 24).requires_grad_()
+    direction = [batch.random(301, 2, 8).requires_grad_() for _ in range(3)]
+    (grad,) = torch.autograd.grad(batch.qkv(qkv, [8, 8, 8]), qkv, direction, create_graph=True)
+    probe = batch.random(301, 2, 24)
+    twice = torch.autograd.grad(grad, direction, probe)
+    assert all(map(same_bits, twice, batch.qkv(probe, [8, 8, 8])))
+
+
+def test_strided_query_of_a_fused_projection() -> None:
+    batch = case()
+    fused = batch.random(301, 2, 3, 8)
+    q, k = fused[:, :, 0], fused[:, :, 1]
+    assert all(map(same_bits, batch.qk(q, k), batch.qk_apart(q, k)))
+
+
+def test_nothing_to_do() -> None:
+    batch = case()
+    assert [x.shape for x in batch.qk(batch.random(0, 6, 8), batch.random(0, 2, 8))] == [
+        (0, 6, 8),
+        (0, 2, 8),
+    ]
+    q, k, v = batch.qkv(batch.random(5, 0, 24), [8, 8, 8])
+    assert (q.shape, k.shape, v.shape) == ((5, 0, 8),) * 3
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("split", "message"),
+        [
+            ([8, 8], "list of three ints"),
+            ("888", "list of three ints"),
+            ([8, 8, 9], "must sum to the last dimension"),
+            ([12, 8, 4], "multiple of the key width"),
+            ([16, 0, 8], "multiple of the key width"),
+            ([8, 8.0, 8], "must be an int"),
+        ],
+    )
+    def test_split(self, split: Any, message: str) -> None:
+        batch = case()
+        with pytest.raises((TypeError, ValueError), match=message):
+            batch.qkv(batch.random(301, 2, 24), split)
+
+    def test_qkv_dimensions(self) -> None:
+        batch = case()
+        with pytest.raises(ValueError, match="must be 3-D"):
+            batch.qkv(batch.random(301, 24), [8, 8, 8])
+        with pytest.raises(TypeError, match="qkv is of type list"):
+            apply_fused_qkv_rotary_pos_emb_thd(
+                [1],  # type: ignore[arg-type]
+                batch.freqs,
+                batch.freqs,
+                [8, 8, 8],
+                batch.cu_seqlens,
+            )
+
+    @pytest.mark.parametrize(
+        ("shape", "message"),
+        [((300, 2, 8), "h_k"), ((301, 2, 16), "h_k"), ((301, 8), "h_k")],
+    )
+    def test_qk_shapes(self, shape: tuple[int, ...], message: str) -> None:
+        batch = case()
+        with pytest.raises(ValueError, match=message):
+            batch.qk(batch.random(301, 2, 8), batch.random(*shape))
+
+    def test_qk_dtypes(self) -> None:
+        batch = case()
+        with pytest.raises(ValueError, match="one dtype"):
+            batch.qk(batch.random(301, 2, 8), batch.random(301, 2, 8).float())
+
+    def test_what_a_plain_call_refuses(self) -> None:
+        batch = case()
+        q = batch.random(301, 2, 8)
+        with pytest.raises(TypeError, match="cu_seqlens has dtype torch.int64"):
+            apply_rotary_pos_emb_thd_qk(q, q, batch.freqs, batch.cu_seqlens.long())
+        with pytest.raises(ValueError, match="cp_rank is 1"):
+            apply_rotary_pos_emb_thd_qk(q, q, batch.freqs, batch.cu_seqlens, cp_rank=1)
+
+
+def test_checked_mode_looks_at_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TE_OVERLAY_CHECK", "1")
+    batch = case(two_tables=True)
+    batch.k_freqs = batch.k_freqs[:100].contiguous()
+    with pytest.raises(ValueError, match="100"):
+        batch.qk(batch.random(301, 2, 8), batch.random(301, 2, 8))

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Query and key rotated together, and the same on a fused QKV projection: one launch each.
+
+On a GPU the fused kernels take a call whose rows are made of whole 16-byte vectors and whose two
+tables have one shape. Any other call, and each one on the CPU, on the legacy grid or in checked
+mode, is made of calls of `rotate_thd` and copies, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine_overlay import _native, checked, checks
+from transformer_engine_overlay.thd import rotate_checked, savable
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Batch(NamedTuple):
+    """What query and key share: tables and where each token is; as for `rotate_thd`."""
+
+    q_freqs: torch.Tensor
+    k_freqs: torch.Tensor
+    cu_seqlens: torch.Tensor
+    start_positions: torch.Tensor | None
+    interleaved: bool
+    cp_size: int
+    cp_rank: int
+    transpose: bool
+
+    def rotate(self, name: str, t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        """Rotate one part by itself."""
+        *_, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, transpose = self
+        return rotate_checked(
+            name,
+            *(t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank),
+            transpose,
+            routed=False,
+        )
+
+
+def apply_rotary_pos_emb_thd_qk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    freqs: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    k_freqs: torch.Tensor | None = None,
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Pair:
+    """Apply rotary position embedding to query and key of a packed batch, in one launch.
+
+    The result is bit for bit that of `apply_rotary_pos_emb_thd` on each, and so are the gradients.
+    With one table for both, the angles of a token are computed once.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor
+        ``[t, h_q, d]`` and ``[t, h_k, d]``, of one dtype, on one device, any strides.
+    freqs : torch.Tensor
+        Angle table ``[s, 1, 1, d2]``, of the query, and of the key unless it has its own.
+    cu_seqlens : torch.Tensor
+        As for `apply_rotary_pos_emb_thd`, like `start_positions`, `interleaved`, `cp_size` and
+        `cp_rank`.
+    k_freqs : torch.Tensor, optional
+        Angle table of the key.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        Query and key, contiguous, of the shapes of `q` and `k`.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `apply_rotary_pos_emb_thd`; also for `q` and `k` that differ in more than their heads.
+    """
+    batch = Batch(
+        *(freqs, freqs if k_freqs is None else k_freqs, cu_seqlens, start_positions),
+        *(interleaved, cp_size, cp_rank, False),
+    )
+    result: Pair = _RotateQk.apply(q, k, *batch)  # type: ignore[no-untyped-call]
+    return result
+
+
+def apply_fused_qkv_rotary_pos_emb_thd(
+    qkv: torch.Tensor,
+    q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
+    qkv_split_arg_list: Sequence[int],
+    cu_seqlens: torch.Tensor,
+    *,
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Triple:
+    """Take query, key and value out of a fused projection and rotate the first two, in one launch.
+
+    What TransformerEngine's ``apply_fused_qkv_rotary_pos_emb`` does for padded batches, for packed
+    ones. The result is bit for bit that of splitting, rotating and copying, and so is the gradient,
+    which comes as one tensor in the layout of `qkv`.
+
+    Parameters
+    ----------
+    qkv : torch.Tensor
+        ``[t, h, sum(qkv_split_arg_list)]``: for each of ``h`` key-value heads its query heads side
+        by side, the key and the value. float32, float16 or bfloat16, any strides.
+    q_freqs, k_freqs : torch.Tensor
+        Angle tables ``[s, 1, 1, d2]``; may be the same tensor.
+    qkv_split_arg_list : sequence of int
+        Widths ``[n * d, d, d_v]`` of the query heads, the key and the value of a key-value head.
+    cu_seqlens : torch.Tensor
+        As for `apply_rotary_pos_emb_thd`, like `start_positions`, `interleaved`, `cp_size` and
+        `cp_rank`.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        Query ``[t, h * n, d]``, key ``[t, h, d]`` and value ``[t, h, d_v]``, contiguous. Tail rows
+        of query and key are zeros; those of the value are copied.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `apply_rotary_pos_emb_thd`; also for widths that do not make up a row.
+    """
+    split = checks.check_split(qkv, qkv_split_arg_list)
+    batch = (q_freqs, k_freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, False)
+    result: Triple = _SplitQkv.apply(qkv, *split, *batch)  # type: ignore[no-untyped-call]
+    return result
+
+
+def rotate_qk(q: torch.Tensor, k: torch.Tensor, *arguments: Any) -> Pair:
+    """Rotate query and key, without autograd; `arguments` are those of `Batch`."""
+    batch = Batch(*arguments)
+    checks.check_same_rows(q, k)
+    if _may_fuse(q):
+        outputs = (_new(q, q.shape), _new(k, k.shape))
+        parts = [x.unsqueeze(1) for pair in zip((q, k), outputs, strict=True) for x in pair]
+        if _fused([*parts, None, None], batch):
+            return outputs
+    return batch.rotate("q", q, batch.q_freqs), batch.rotate("k", k, batch.k_freqs)
+
+
+def split_qkv(qkv: torch.Tensor, width: int, d: int, d_v: int, *arguments: Any) -> Triple:
+    """Split, rotate and copy, without autograd; `arguments` are those of `Batch`."""
+    batch = Batch(*arguments)
+    t, h = qkv.shape[:2]
+    query, key, value = _parts(qkv, width, d)
+    if _may_fuse(qkv):
+        shapes = ((t, h * (width // d), d), (t, h, d), (t, h, d_v))
+        outputs: Triple = tuple(_new(qkv, shape) for shape in shapes)  # type: ignore[assignment]
+        views = [outputs[0].view(query.shape), outputs[1].unsqueeze(2), outputs[2].unsqueeze(2)]
+        parts = [x for pair in zip((query, key, value), views, strict=True) for x in pair]
+        if _fused(parts, batch):
+            return outputs
+    return (
+        batch.rotate("qkv", query.flatten(1, 2), batch.q_freqs),
+        batch.rotate("qkv", key.squeeze(2), batch.k_freqs),
+        value.squeeze(2).clone(memory_format=torch.contiguous_format),
+    )
+
+
+def join_qkv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    width: int,
+    d: int,
+    d_v: int,
+    *arguments: Any,
+) -> torch.Tensor:
+    """Do the transpose of `split_qkv`: rotate, and copy into one tensor ``[t, h, widths]``."""
+    batch = Batch(*arguments)
+    qkv = _new(k, (*k.shape[:2], width + d + d_v))
+    targets = _parts(qkv, width, d)
+    sources = (q.unflatten(1, targets[0].shape[1:3]), k.unsqueeze(2), v.unsqueeze(2))
+    if _may_fuse(k):
+        parts = [x for pair in zip(sources, targets, strict=True) for x in pair]
+        if _fused(parts, batch):
+            return qkv
+    targets[0].copy_(batch.rotate("grad_q", q, batch.q_freqs).view(targets[0].shape))
+    targets[1].copy_(batch.rotate("grad_k", k, batch.k_freqs).unsqueeze(2))
+    targets[2].copy_(sources[2])
+    return qkv
+
+
+def _parts(qkv: torch.Tensor, width: int, d: int) -> Triple:
+    """Return views ``[t, h, heads, dim]`` of the parts."""
+    query, rest = qkv[..., :width], qkv[..., width:]
+    return query.unflatten(2, (width // d, d)), rest[..., None, :d], rest[..., None, d:]
+
+
+def _may_fuse(t: object) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_cuda and not checked.is_requested()
+
+
+def _new(t: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=t.dtype, device=t.device)
+
+
+def _fused(parts: Sequence[torch.Tensor | None], batch: Batch) -> bool:
+    """Write the outputs if the fused kernels take the call."""
+    q_freqs, k_freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, transpose = batch
+    return isinstance(interleaved, bool) and _native.rotate_fused(
+        *(*parts, q_freqs, k_freqs, start_positions, interleaved, cu_seqlens, cp_size, cp_rank),
+        transpose,
+    )
+
+
+def _save(ctx: Any, arguments: Sequence[Any]) -> None:
+    """Keep the arguments of `Batch` for the backward pass."""
+    ctx.save_for_backward(*map(savable, arguments[:4]))
+    ctx.scalars = arguments[4:]
+
+
+def _transposed(ctx: Any) -> tuple[Any, ...]:
+    *scalars, transpose = ctx.scalars
+    return (*ctx.saved_tensors, *scalars, not transpose)
+
+
+class _RotateQk(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, *arguments: Any) -> Pair:
+        _save(ctx, arguments)
+        return rotate_qk(q, k, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor) -> tuple[Any, ...]:
+        grads = _RotateQk.apply(grad_q, grad_k, *_transposed(ctx))  # type: ignore[no-untyped-call]
+        return (*grads, *[None] * 8)
+
+
+class _SplitQkv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, *arguments: Any) -> Triple:
+        ctx.split = arguments[:3]
+        _save(ctx, arguments[3:])
+        return split_qkv(qkv, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        arguments = (*ctx.split, *_transposed(ctx))
+        grad = _JoinQkv.apply(*grads, *arguments)  # type: ignore[no-untyped-call]
+        return (grad, *[None] * 11)
+
+
+class _JoinQkv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
+    ) -> torch.Tensor:
+        ctx.split = arguments[:3]
+        _save(ctx, arguments[3:])
+        return join_qkv(q, k, v, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        arguments = (*ctx.split, *_transposed(ctx))
+        grads = _SplitQkv.apply(grad, *arguments)  # type: ignore[no-untyped-call]
+        return (*grads, *[None] * 11)
