@@ -27,7 +27,7 @@ def test_points_are_named_once_and_fill_their_ranks() -> None:
     points = bench_points.all_points()
     names = [point.name for point in points]
     assert len(set(names)) == len(names)
-    assert 180 <= len(names) <= 220
+    assert 180 <= len(names) <= 240
     for point in points:
         lengths = point.lengths()
         assert len(lengths) == point.sequences
@@ -108,7 +108,7 @@ def test_command_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--filter", "nothing like this"), "matches none of 196 points"),
+        (("--filter", "nothing like this"), "matches none of 236 points"),
         (("--filter", "("), "is not a regular expression"),
         (("--provider", "magic"), "'magic' is none of token_linear"),
         (("--csv", "/nowhere/k.csv"), "cannot be written"),

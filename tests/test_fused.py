@@ -142,7 +142,7 @@ class TestErrors:
     def test_what_a_plain_call_refuses(self) -> None:
         batch = case()
         q = batch.random(301, 2, 8)
-        with pytest.raises(TypeError, match="cu_seqlens has dtype torch.int64"):
+        with pytest.raises(TypeError, match=r"cu_seqlens has dtype torch\.int64"):
             apply_rotary_pos_emb_thd_qk(q, q, batch.freqs, batch.cu_seqlens.long())
         with pytest.raises(ValueError, match="cp_rank is 1"):
             apply_rotary_pos_emb_thd_qk(q, q, batch.freqs, batch.cu_seqlens, cp_rank=1)

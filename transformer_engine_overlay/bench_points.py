@@ -42,6 +42,9 @@ class Point:
         Pairing of the elements.
     used : float
         Part of the rows that a sequence owns; the others are tail rows.
+    key_heads : int
+        Heads of a key that is rotated with the query of `heads` heads; 0 where one tensor is
+        rotated by itself.
     """
 
     group: str
@@ -56,6 +59,7 @@ class Point:
     dtype: str = "bf16"
     interleaved: bool = False
     used: float = 1.0
+    key_heads: int = 0
 
     @property
     def name(self) -> str:
@@ -72,13 +76,19 @@ class Point:
             self.spread,
             f"s{self.table_rows or 'max'}",
             f"cp{self.cp_size}",
+            *([f"k{self.key_heads}"] if self.key_heads else []),
         ]
         return "/".join(parts)
 
     @property
+    def all_heads(self) -> int:
+        """Heads of a row: of the one tensor, of query and key, or of a fused QKV projection."""
+        return self.heads + self.key_heads * (2 if self.group == "qkv" else 1)
+
+    @property
     def elements(self) -> int:
         """Elements of the input."""
-        return self.tokens * self.heads * self.head_dim
+        return self.tokens * self.all_heads * self.head_dim
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -112,6 +122,7 @@ def all_points() -> list[Point]:
         *_many_sequences(),
         *_behind_the_gate(),
         *_tails(),
+        *_fused(),
     ]
 
 
@@ -170,3 +181,13 @@ def _tails() -> Iterator[Point]:
     """Mostly tail rows, which stock TransformerEngine leaves unwritten and we zero."""
     for heads, sequences in itertools.product((8, 32), (1, 64)):
         yield Point("tail", 65536, heads, sequences=sequences, used=1 / 16)
+
+
+def _fused() -> Iterator[Point]:
+    """Query and key in one launch, and with the value out of a fused projection."""
+    for heads, key_heads in ((32, 8), (8, 2), (4, 1), (1, 1), (16, 16)):
+        dim = 64 if heads == 1 else 128
+        for tokens, sequences in itertools.product((4096, 65536), (1, 256)):
+            for group in ("qk", "qkv"):
+                base = Point(group, tokens, heads, dim, dim, sequences, table_rows=0)
+                yield replace(base, key_heads=key_heads)

@@ -14,6 +14,7 @@ import torch
 from transformer_engine_overlay import _native, gate, patching
 from transformer_engine_overlay.bench_points import Point
 from transformer_engine_overlay.environment import forced_path
+from transformer_engine_overlay.fused import join_qkv, rotate_qk, split_qkv
 from transformer_engine_overlay.thd import rotate_thd
 
 # Rotates set `i` of the tensors; the second argument asks for the gradient.
@@ -27,7 +28,7 @@ class Tensors:
     Attributes
     ----------
     t : list of torch.Tensor
-        ``[tokens, heads, head_dim]`` each.
+        ``[tokens, heads, head_dim]`` each, of all heads.
     freqs : list of torch.Tensor
         ``[table_rows, 1, 1, rotary_dim]`` float32 each.
     cu_seqlens : torch.Tensor
@@ -56,7 +57,7 @@ def prepare(point: Point, device: torch.device, cold_bytes: int, max_sets: int) 
     table_rows = point.table_rows or max(int(lengths.max()), 1)
     rows = _table_rows(point, cu_seqlens, table_rows)
     used = int(torch.unique(rows[rows >= 0]).numel())
-    shape = (point.tokens, point.heads, point.head_dim)
+    shape = (point.tokens, point.all_heads, point.head_dim)
     element = point.torch_dtype.itemsize
     num_bytes = 2 * element * shape[0] * shape[1] * shape[2] + 4 * used * point.rotary_dim
     sets = max(2, min(max_sets, -(-cold_bytes // num_bytes)))
@@ -108,6 +109,8 @@ NAMES = (
     "stock TE",
     "torch.compile",
     "flash-attn Triton",
+    "fused",
+    "parts",
 )
 
 
@@ -116,17 +119,8 @@ def providers(tensors: Tensors, only: Collection[str] | None = None) -> dict[str
 
     plain torch takes part in the headline points only: it compiles anew for many shapes.
     """
-    on_gpu = tensors.t[0].is_cuda
-    makers: dict[str, Callable[[], Call | None]] = {
-        "token_linear": lambda: partial(_ours, tensors, "1"),
-        "automatic": lambda: partial(_ours, tensors, None),
-        "legacy_grid": lambda: partial(_ours, tensors, "0"),
-    }
-    if on_gpu:
-        makers["stock TE"] = lambda: _stock(tensors) if patching.status().enabled else None
-        makers["flash-attn Triton"] = lambda: _flash_attention(tensors)
-        if tensors.point.group == "headline":
-            makers["torch.compile"] = lambda: _compiled(tensors)
+    kinds = {"qk": _query_and_key, "qkv": _projection}
+    makers = kinds.get(tensors.point.group, _one_tensor)(tensors)
     found = {
         "copy_": _copies(tensors, lambda source, target: target.copy_(source)),
         "copy kernel": _copies(tensors, lambda source, target: torch.neg(source, out=target)),
@@ -136,6 +130,79 @@ def providers(tensors: Tensors, only: Collection[str] | None = None) -> dict[str
         if call is not None:
             found[name] = call
     return found
+
+
+def _one_tensor(tensors: Tensors) -> dict[str, Callable[[], Call | None]]:
+    makers: dict[str, Callable[[], Call | None]] = {
+        "token_linear": lambda: partial(_ours, tensors, "1"),
+        "automatic": lambda: partial(_ours, tensors, None),
+        "legacy_grid": lambda: partial(_ours, tensors, "0"),
+    }
+    if tensors.t[0].is_cuda:
+        makers["stock TE"] = lambda: _stock(tensors) if patching.status().enabled else None
+        makers["flash-attn Triton"] = lambda: _flash_attention(tensors)
+        if tensors.point.group == "headline":
+            makers["torch.compile"] = lambda: _compiled(tensors)
+    return makers
+
+
+def _query_and_key(tensors: Tensors) -> dict[str, Callable[[], Call | None]]:
+    """One launch beside two calls, on the heads of one tensor."""
+    heads = tensors.point.heads
+    pairs = [(t[:, :heads], t[:, heads:]) for t in tensors.t]
+
+    def fused(i: int, transpose: bool) -> Any:
+        return rotate_qk(*pairs[i], *_batch(tensors, i, transpose))
+
+    def parts(i: int, transpose: bool) -> Any:
+        _, *batch = _batch(tensors, i, transpose)
+        return [rotate_thd(part, *batch) for part in pairs[i]]
+
+    return {"fused": lambda: fused, "parts": lambda: parts}
+
+
+def _projection(tensors: Tensors) -> dict[str, Callable[[], Call | None]]:
+    """One launch beside splitting, rotating and copying; backward, rotating and concatenating."""
+    point = tensors.point
+    key_heads, d = point.key_heads, point.head_dim
+    split = (point.heads // key_heads * d, d, d)
+    grads = [
+        [part.view(point.tokens, -1, d) for part in torch.split(t.view(-1), _sizes(point))]
+        for t in tensors.t
+    ]
+
+    def fused(i: int, transpose: bool) -> Any:
+        batch = _batch(tensors, i, transpose)
+        if transpose:
+            return join_qkv(*grads[i], *split, *batch)
+        return split_qkv(tensors.t[i].view(point.tokens, key_heads, -1), *split, *batch)
+
+    def parts(i: int, transpose: bool) -> Any:
+        _, *batch = _batch(tensors, i, transpose)
+        if transpose:
+            q, k, v = grads[i]
+            q, k = rotate_thd(q, *batch), rotate_thd(k, *batch)
+            return torch.cat((q.view(point.tokens, key_heads, -1), k, v), -1)
+        q, k, v = torch.split(tensors.t[i].view(point.tokens, key_heads, -1), split, -1)
+        q = q.reshape(point.tokens, point.heads, d)
+        return rotate_thd(q, *batch), rotate_thd(k, *batch), v.contiguous()
+
+    return {"fused": lambda: fused, "parts": lambda: parts}
+
+
+def _sizes(point: Point) -> list[int]:
+    """Elements of query, key and value."""
+    heads = (point.heads, point.key_heads, point.key_heads)
+    return [point.tokens * point.head_dim * count for count in heads]
+
+
+def _batch(tensors: Tensors, i: int, transpose: bool) -> tuple[Any, ...]:
+    """Return the arguments of fused calls; without the first, those of `rotate_thd`."""
+    point, freqs = tensors.point, tensors.freqs[i]
+    return (
+        *(freqs, freqs, tensors.cu_seqlens, None),
+        *(point.interleaved, point.cp_size, tensors.cp_rank, transpose),
+    )
 
 
 def _copies(tensors: Tensors, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> Call:
@@ -148,18 +215,9 @@ def _copies(tensors: Tensors, copy: Callable[[torch.Tensor, torch.Tensor], objec
 
 
 def _ours(tensors: Tensors, path: str | None, i: int, transpose: bool) -> torch.Tensor:
-    point = tensors.point
+    _, *batch = _batch(tensors, i, transpose)
     with forced_path(path):
-        return rotate_thd(
-            tensors.t[i],
-            tensors.freqs[i],
-            tensors.cu_seqlens,
-            None,
-            point.interleaved,
-            point.cp_size,
-            tensors.cp_rank,
-            transpose,
-        )
+        return rotate_thd(tensors.t[i], *batch)
 
 
 def _stock(tensors: Tensors) -> Call:

@@ -177,8 +177,8 @@ def check_same_rows(q: object, k: object) -> None:
         )
     if q.dtype != k.dtype or q.device != k.device:
         raise ValueError(
-            f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; they must be of one dtype "
-            "on one device"
+            f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; they must have one dtype "
+            "and one device"
         )
 
 

@@ -144,8 +144,8 @@ def rotate_qk(q: torch.Tensor, k: torch.Tensor, *arguments: Any) -> Pair:
     checks.check_same_rows(q, k)
     if _may_fuse(q):
         outputs = (_new(q, q.shape), _new(k, k.shape))
-        parts = [x.unsqueeze(1) for pair in zip((q, k), outputs, strict=True) for x in pair]
-        if _fused([*parts, None, None], batch):
+        views = [x.unsqueeze(1) for x in (q, k, *outputs)]
+        if _fused(views[:2], views[2:], batch):
             return outputs
     return batch.rotate("q", q, batch.q_freqs), batch.rotate("k", k, batch.k_freqs)
 
@@ -159,8 +159,7 @@ def split_qkv(qkv: torch.Tensor, width: int, d: int, d_v: int, *arguments: Any) 
         shapes = ((t, h * (width // d), d), (t, h, d), (t, h, d_v))
         outputs: Triple = tuple(_new(qkv, shape) for shape in shapes)  # type: ignore[assignment]
         views = [outputs[0].view(query.shape), outputs[1].unsqueeze(2), outputs[2].unsqueeze(2)]
-        parts = [x for pair in zip((query, key, value), views, strict=True) for x in pair]
-        if _fused(parts, batch):
+        if _fused((query, key, value), views, batch):
             return outputs
     return (
         batch.rotate("qkv", query.flatten(1, 2), batch.q_freqs),
@@ -183,10 +182,8 @@ def join_qkv(
     qkv = _new(k, (*k.shape[:2], width + d + d_v))
     targets = _parts(qkv, width, d)
     sources = (q.unflatten(1, targets[0].shape[1:3]), k.unsqueeze(2), v.unsqueeze(2))
-    if _may_fuse(k):
-        parts = [x for pair in zip(sources, targets, strict=True) for x in pair]
-        if _fused(parts, batch):
-            return qkv
+    if _may_fuse(k) and _fused(sources, targets, batch):
+        return qkv
     targets[0].copy_(batch.rotate("grad_q", q, batch.q_freqs).view(targets[0].shape))
     targets[1].copy_(batch.rotate("grad_k", k, batch.k_freqs).unsqueeze(2))
     targets[2].copy_(sources[2])
@@ -207,12 +204,19 @@ def _new(t: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return torch.empty(shape, dtype=t.dtype, device=t.device)
 
 
-def _fused(parts: Sequence[torch.Tensor | None], batch: Batch) -> bool:
-    """Write the outputs if the fused kernels take the call."""
-    q_freqs, k_freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, transpose = batch
-    return isinstance(interleaved, bool) and _native.rotate_fused(
-        *(*parts, q_freqs, k_freqs, start_positions, interleaved, cu_seqlens, cp_size, cp_rank),
-        transpose,
+def _fused(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], batch: Batch) -> bool:
+    """Write `outputs` if the fused kernels take the call.
+
+    Both are views ``[t, groups, heads, dim]`` of query and key, and of the value if there is one.
+    """
+    q, k, *v = inputs
+    new_q, new_k, *new_v = outputs
+    return isinstance(batch.interleaved, bool) and _native.rotate_fused(
+        *(q, new_q, k, new_k, v[0] if v else None, new_v[0] if v else None),
+        *(batch.q_freqs, batch.k_freqs, batch.start_positions),
+        batch.interleaved,
+        *(batch.cu_seqlens, batch.cp_size, batch.cp_rank),
+        batch.transpose,
     )
 
 

@@ -124,13 +124,14 @@ def _kernel_table(rows: list[bench_kernel.KernelRow]) -> Table:
     table.add_column("")
     for name in names:
         table.add_column(f"{name}\nµs", justify="right")
-    table.add_column("token-linear\nof copy", justify="right")
+    table.add_column("ours\nof copy", justify="right")
     table.add_column("automatic\nof stock", justify="right")
     lines: dict[tuple[str, str], dict[str, bench_kernel.KernelRow]] = {}
     for row in rows:
         lines.setdefault((row.point, row.direction), {})[row.provider] = row
     for (point, direction), by_name in lines.items():
-        ours, automatic = by_name.get("token_linear"), by_name.get("automatic")
+        ours = by_name.get("token_linear") or by_name.get("fused")
+        automatic = by_name.get("automatic")
         table.add_row(
             point,
             direction[:3],

@@ -15,9 +15,10 @@ namespace transformer_engine {
 namespace thd_rope {
 
 // Where the heads of one part lie: ``[tokens, groups, heads_per_group, dim]``, the last dimension
-// contiguous. In elements.
+// contiguous. In elements; a token's row spans less than 2^31.
 struct HeadStrides {
-  int64_t token, group, head;
+  int64_t token;
+  int32_t group, head;
 };
 
 // Query, key or value. A part without heads is absent.
@@ -61,6 +62,18 @@ inline Divider divider(int32_t divisor) {
   return {at_least_one, (1u << 31) / at_least_one + 1};
 }
 
+// Offset of a head within a token: head * stride, and `wrap` more for each group before it.
+struct HeadOffsets {
+  Divider group;
+  int32_t in_head, in_wrap, out_head, out_wrap;
+};
+
+inline HeadOffsets head_offsets(const QkvPart &part) {
+  const int32_t heads = part.heads_per_group;
+  return {divider(heads), part.in.head, part.in.group - heads * part.in.head, part.out.head,
+          part.out.group - heads * part.out.head};
+}
+
 // What the kernels are told beside the parameters. Columns are vectors of a head, units of the
 // rotated part of one (see units_per_head()).
 struct FusedQkvPlan {
@@ -70,7 +83,7 @@ struct FusedQkvPlan {
   int32_t rotated_heads;  // of query and key
   int32_t units_count, rest_count, value_count;
   Divider units, rest_columns, value_columns;
-  Divider query_group, key_group, value_group;  // heads a group
+  HeadOffsets query, key, value;
 };
 
 // The parts of a token as a call of the plain kernels would see them, for what depends on the
@@ -118,13 +131,13 @@ inline bool fits_fused_kernels(const FusedQkvParams &params) {
   return angle_slots(shape) * (shares ? 1 : 2) <= kMaxAngleSlots;
 }
 
-// One of the vector bodies; with few heads always two in flight.
+// One of the vector bodies, by thresholds of its own (ci/results/attempts.md).
 inline Body choose_fused_body(const FusedQkvParams &params) {
   const ThdRopeParams shape = shape_of(params);
   const int32_t columns = units_per_head(shape);
   const int64_t vectors = static_cast<int64_t>(shape.num_heads) * columns * vectors_per_unit(shape);
-  const Body body = choose_vector_body(vectors, columns, shape.num_heads, params.interleaved);
-  return body == Body::kNarrow4 ? Body::kNarrow2 : body;
+  if (vectors >= 320 || columns > 32) return Body::kWide64;
+  return vectors >= 112 ? Body::kWide32 : Body::kNarrow2;
 }
 
 inline FusedQkvPlan fused_qkv_plan(const FusedQkvParams &params, Body body) {
@@ -143,9 +156,9 @@ inline FusedQkvPlan fused_qkv_plan(const FusedQkvParams &params, Body body) {
   plan.units = divider(units_per_head(shape));
   plan.rest_columns = divider(rest_columns);
   plan.value_columns = divider(value_columns);
-  plan.query_group = divider(params.query.heads_per_group);
-  plan.key_group = divider(params.key.heads_per_group);
-  plan.value_group = divider(params.value.heads_per_group);
+  plan.query = head_offsets(params.query);
+  plan.key = head_offsets(params.key);
+  plan.value = head_offsets(params.value);
   return plan;
 }
 

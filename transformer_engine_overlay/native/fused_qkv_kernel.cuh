@@ -21,13 +21,6 @@ __device__ __forceinline__ PairAngles oriented(const PairAngles &a, bool transpo
   return transpose ? PairAngles{a.cos_first, -a.sin_second, a.cos_second, -a.sin_first} : a;
 }
 
-// Offset of a head within a token.
-__device__ __forceinline__ int64_t head_offset(const HeadStrides &strides, const Divider &group,
-                                               int32_t head) {
-  const int32_t index = group.quotient(head);
-  return index * strides.group + (head - index * group.divisor) * strides.head;
-}
-
 // The heads of query and key of one token.
 template <typename T>
 struct RotatedHeads {
@@ -39,22 +32,31 @@ struct RotatedHeads {
     return head >= num_heads(params.query);
   }
 
+  // What is chosen here are operands, not branches: the lanes of a warp have heads of both parts.
   __device__ __forceinline__ const T *input(int32_t head) const {
-    if (is_key(head)) {
-      return static_cast<const T *>(params.key.input) + token * params.key.in.token +
-             head_offset(params.key.in, plan.key_group, head - num_heads(params.query));
-    }
-    return static_cast<const T *>(params.query.input) + token * params.query.in.token +
-           head_offset(params.query.in, plan.query_group, head);
+    const bool of_key = is_key(head);
+    const void *base = of_key ? params.key.input : params.query.input;
+    const int64_t row = token * (of_key ? params.key.in.token : params.query.in.token);
+    return static_cast<const T *>(base) + row +
+           offset(head, of_key, of_key ? plan.key.in_head : plan.query.in_head,
+                  of_key ? plan.key.in_wrap : plan.query.in_wrap);
   }
 
   __device__ __forceinline__ T *output(int32_t head) const {
-    if (is_key(head)) {
-      return static_cast<T *>(params.key.output) + token * params.key.out.token +
-             head_offset(params.key.out, plan.key_group, head - num_heads(params.query));
-    }
-    return static_cast<T *>(params.query.output) + token * params.query.out.token +
-           head_offset(params.query.out, plan.query_group, head);
+    const bool of_key = is_key(head);
+    void *base = of_key ? params.key.output : params.query.output;
+    const int64_t row = token * (of_key ? params.key.out.token : params.query.out.token);
+    return static_cast<T *>(base) + row +
+           offset(head, of_key, of_key ? plan.key.out_head : plan.query.out_head,
+                  of_key ? plan.key.out_wrap : plan.query.out_wrap);
+  }
+
+ private:
+  __device__ __forceinline__ int32_t offset(int32_t head, bool of_key, int32_t stride,
+                                            int32_t wrap) const {
+    const int32_t local = of_key ? head - num_heads(params.query) : head;
+    const Divider group{0, of_key ? plan.key.group.reciprocal : plan.query.group.reciprocal};
+    return local * stride + group.quotient(local) * wrap;
   }
 };
 
@@ -114,15 +116,17 @@ __device__ __forceinline__ void finish_token(const RotatedHeads<T> &heads, bool 
   }
   if (plan.value_count == 0) return;
   const QkvPart &value = params.value;
-  const auto place = [&](const HeadStrides &strides, int32_t i) {
+  const auto offset = [&](int32_t i, int32_t stride, int32_t wrap) {
     const int32_t head = plan.value_columns.quotient(i);
-    return heads.token * strides.token + head_offset(strides, plan.value_group, head) +
+    return head * stride + plan.value.group.quotient(head) * wrap +
            (i - head * plan.value_columns.divisor) * kWidth;
   };
+  const T *input = static_cast<const T *>(value.input) + heads.token * value.in.token;
+  T *output = static_cast<T *>(value.output) + heads.token * value.out.token;
   copy_vectors(
       plan.value_count, lane, lanes,
-      [&](int32_t i) { return static_cast<const T *>(value.input) + place(value.in, i); },
-      [&](int32_t i) { return static_cast<T *>(value.output) + place(value.out, i); });
+      [&](int32_t i) { return input + offset(i, plan.value.in_head, plan.value.in_wrap); },
+      [&](int32_t i) { return output + offset(i, plan.value.out_head, plan.value.out_wrap); });
 }
 
 // A block has a token, kLanes lanes; its angles are in shared memory.

@@ -24,17 +24,12 @@ class PartReader {
         !std::equal(from.shape, from.shape + 4, to.shape)) {
       return false;
     }
-    for (int i = 1; i < 4; ++i) {
-      if (from.shape[i] > kMaxRowExtent) return false;
-    }
-    if (from.shape[1] * from.shape[2] > kMaxRowExtent) return false;
-    *part = {from.data,
-             to.data,
-             strides(from),
-             strides(to),
-             static_cast<int32_t>(from.shape[1]),
-             static_cast<int32_t>(from.shape[2])};
+    HeadStrides in, out;
+    if (!read_strides(from, &in) || !read_strides(to, &out)) return false;
     *dim = static_cast<int32_t>(from.shape[3]);
+    if (*dim == 0) return true;  // absent
+    *part = {from.data, to.data, in, out, static_cast<int32_t>(from.shape[1]),
+             static_cast<int32_t>(from.shape[2])};
     return true;
   }
 
@@ -57,10 +52,17 @@ class PartReader {
            (view->strides[3] == 1 || view->shape[3] <= 1);
   }
 
-  static HeadStrides strides(const TensorView &view) {
-    // A dimension of one entry may have any stride, which nobody uses.
+  // False if a token's row spans too much. A dimension of one entry may have any stride, which
+  // nobody uses.
+  static bool read_strides(const TensorView &view, HeadStrides *strides) {
     const auto stride = [&](int i) { return view.shape[i] > 1 ? view.strides[i] : 0; };
-    return {stride(0), stride(1), stride(2)};
+    int64_t span = 1;
+    for (int i = 1; i < 4; ++i) {
+      if (view.shape[i] > kMaxRowExtent || stride(i) > INT32_MAX) return false;
+      span += (view.shape[i] - 1) * stride(i);
+    }
+    *strides = {stride(0), static_cast<int32_t>(stride(1)), static_cast<int32_t>(stride(2))};
+    return span <= INT32_MAX && view.shape[1] * view.shape[2] <= kMaxRowExtent;
   }
 
   int32_t device_ = kOtherDevice;

@@ -62,25 +62,18 @@ inline int32_t angle_slots(const ThdRopeParams &params) {
 // What fits into a block's shared memory without asking for more: rotary_dim up to 6,000 or so.
 constexpr int32_t kMaxAngleSlots = 48 * 1024 / 16;
 
-// The vector body for tokens of so many vectors. The thresholds were measured on an H200
-// (ci/results/attempts.md).
-inline Body choose_vector_body(int64_t vectors, int32_t columns, int32_t num_heads,
-                               bool interleaved) {
-  if (vectors >= 256 || columns > 32) return Body::kWide64;
-  const bool is_wide = vectors >= 160 || (vectors >= 96 && num_heads >= 8);
-  if (is_wide && !interleaved) return Body::kWide32;
-  return num_heads <= 4 ? Body::kNarrow2 : Body::kNarrow4;
-}
-
-// The body for a call.
+// The body for a call. The thresholds were measured on an H200 (ci/results/attempts.md).
 inline Body choose_body(const ThdRopeParams &params) {
   if (!fits_vectors(params)) return Body::kScalar;
   const int32_t columns = units_per_head(params);
   const int64_t vectors =
       static_cast<int64_t>(params.num_heads) * columns * vectors_per_unit(params);
-  const Body body = choose_vector_body(vectors, columns, params.num_heads, params.interleaved);
-  const bool has_slots = body != Body::kWide64 || angle_slots(params) <= kMaxAngleSlots;
-  return has_slots ? body : Body::kScalar;
+  if (vectors >= 256 || columns > 32) {
+    return angle_slots(params) <= kMaxAngleSlots ? Body::kWide64 : Body::kScalar;
+  }
+  const bool is_wide = vectors >= 160 || (vectors >= 96 && params.num_heads >= 8);
+  if (is_wide && !params.interleaved) return Body::kWide32;
+  return params.num_heads <= 4 ? Body::kNarrow2 : Body::kNarrow4;
 }
 
 // How a lane walks over the (head, column) of a token, `columns` columns of a vector's width a
