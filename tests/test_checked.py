@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from packed import boundaries, randn, random_table
-from stub_fixtures import expected, thd_arguments
+from stub_fixtures import Format, OriginalCalledError, expected, original, thd_arguments
 
 import transformer_engine_overlay as overlay
 from transformer_engine_overlay import apply_rotary_pos_emb_thd, checked, path_counts, router
@@ -22,19 +21,6 @@ from transformer_engine_overlay.verify import same_bits
 
 VARIABLE = "TE_OVERLAY_CHECK"
 PATH_VARIABLE = "NVTE_FUSED_ROPE_THD_TOKEN_LINEAR"
-
-
-class Format(enum.IntEnum):
-    SBHD = 0
-    THD = 2
-
-
-class OriginalCalledError(Exception):
-    pass
-
-
-def original(*args: Any, **kwargs: Any) -> Any:
-    raise OriginalCalledError
 
 
 @pytest.fixture

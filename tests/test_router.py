@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import gc
 import sys
 import types
@@ -14,25 +13,13 @@ from typing import Any
 import pytest
 import torch
 from packed import DTYPES, boundaries, randn, random_table
+from stub_fixtures import Format, OriginalCalledError, original
 
 from transformer_engine_overlay import _native, path_counts, router
 from transformer_engine_overlay.thd import rotate_thd
 from transformer_engine_overlay.verify import same_bits
 
 PATH_VARIABLE = "NVTE_FUSED_ROPE_THD_TOKEN_LINEAR"
-
-
-class Format(enum.IntEnum):
-    SBHD = 0
-    THD = 2
-
-
-class OriginalCalledError(Exception):
-    pass
-
-
-def original(*args: Any, **kwargs: Any) -> Any:
-    raise OriginalCalledError(args, kwargs)
 
 
 @pytest.fixture
