@@ -2,6 +2,8 @@
 
 #include "torch_call.h"
 
+#include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -144,12 +146,20 @@ bool is_thd(const Routed &routed, PyObject *format) {
   return equal != 0;
 }
 
+// Whether checked mode is on, or set to something that it has an error for. checked.py knows which:
+// here is only who has nothing to ask it, which costs a routed call one look at the environment.
+bool may_be_checked() {
+  const char *const value = std::getenv("TE_OVERLAY_CHECK");
+  return value != nullptr && std::strcmp(value, "0") != 0;
+}
+
 nb::object route(const Routed &routed, PyObject *const *a, Py_ssize_t number, PyObject *names) {
   const bool covered = number == kNumArguments && names == nullptr &&
                        routed.active_switch->active && is_thd(routed, a[kFormatArgument]);
   if (!covered) return pass_through(routed, a, number, names);
   const PathRequest request = request_from_environment();
   if (request == PathRequest::kLegacyGrid) return pass_through(routed, a, number, names);
+  if (may_be_checked()) return call_object(routed.prepare, a, number, nullptr);
   const TorchCall arguments{a[0], a[1], a[2], a[4], a[5], a[6], a[7], routed.transpose,
                             true, false};
   try {
