@@ -172,12 +172,28 @@ nb::object route(const Routed &routed, PyObject *const *a, Py_ssize_t number, Py
   return call_object(routed.prepare, a, number, nullptr);
 }
 
+// What a routed function is bound to: a module of its own that nobody imports, whose state is the
+// function's Routed. A function of a module is pickled by its name, as a pybind11 function is; one
+// of a capsule could not be.
+PyModuleDef routed_owner{PyModuleDef_HEAD_INIT,
+                         "transformer_engine_overlay._routed",
+                         nullptr,
+                         sizeof(const Routed *),
+                         nullptr,
+                         nullptr,
+                         nullptr,
+                         nullptr,
+                         nullptr};
+
+const Routed **state_of(PyObject *owner) {
+  return static_cast<const Routed **>(PyModule_GetState(owner));
+}
+
 // The entry from Python: exceptions stop here and become Python's.
 PyObject *call_routed(PyObject *self, PyObject *const *arguments, Py_ssize_t number,
                       PyObject *names) {
-  const auto *routed = static_cast<const Routed *>(PyCapsule_GetPointer(self, nullptr));
   try {
-    return route(*routed, arguments, number, names).release().ptr();
+    return route(**state_of(self), arguments, number, names).release().ptr();
   } catch (nb::python_error &error) {
     error.restore();
   } catch (const std::invalid_argument &error) {
@@ -208,10 +224,11 @@ nb::object make_routed(nb::object original, nb::object prepare, nb::object give_
   routed->definition = {routed->name.c_str(),
                         reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(&call_routed)),
                         METH_FASTCALL | METH_KEYWORDS, routed->doc.c_str()};
-  const nb::object self = nb::steal(PyCapsule_New(routed, nullptr, nullptr));
-  if (!self.is_valid()) nb::raise_python_error();
+  const nb::object owner = nb::steal(PyModule_Create(&routed_owner));
+  if (!owner.is_valid()) nb::raise_python_error();
+  *state_of(owner.ptr()) = routed;
   const nb::object module = original.attr("__module__");
-  PyObject *const function = PyCFunction_NewEx(&routed->definition, self.ptr(), module.ptr());
+  PyObject *const function = PyCFunction_NewEx(&routed->definition, owner.ptr(), module.ptr());
   if (function == nullptr) nb::raise_python_error();
   return nb::steal(function);
 }
