@@ -41,6 +41,8 @@ class RouterState:
     def give_up(self, reason: str) -> None:
         """Leave all calls to TransformerEngine from now on, and say so once."""
         self.active = False
+        if self.unsupported:  # by another thread, whose call was under way as well
+            return
         self.unsupported = reason
         warnings.warn(
             f"THD RoPE stays with TransformerEngine's own kernels: {reason}",
