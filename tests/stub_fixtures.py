@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures around the stub TransformerEngine; conftest.py makes them everybody's."""
+"""Fixtures around the stub TransformerEngine, and what stands in for one of its functions.
+
+conftest.py makes the fixtures everybody's.
+"""
 
 from __future__ import annotations
 
+import enum
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +24,19 @@ from transformer_engine_overlay import _native, patching
 from transformer_engine_overlay.thd import rotate_thd
 
 NAMES = ("fused_rope_forward", "fused_rope_backward")
+
+
+class Format(enum.IntEnum):
+    SBHD = 0
+    THD = 2
+
+
+class OriginalCalledError(Exception):
+    pass
+
+
+def original(*args: Any, **kwargs: Any) -> Any:
+    raise OriginalCalledError(args, kwargs)
 
 
 def te_modules() -> list[str]:

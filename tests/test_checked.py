@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from packed import boundaries, randn, random_table
-from stub_fixtures import expected, thd_arguments
+from stub_fixtures import NAMES, Format, OriginalCalledError, expected, original, thd_arguments
 
 import transformer_engine_overlay as overlay
 from transformer_engine_overlay import apply_rotary_pos_emb_thd, checked, path_counts, router
@@ -24,17 +23,33 @@ VARIABLE = "TE_OVERLAY_CHECK"
 PATH_VARIABLE = "NVTE_FUSED_ROPE_THD_TOKEN_LINEAR"
 
 
-class Format(enum.IntEnum):
-    SBHD = 0
-    THD = 2
+# What a value of the variable does to a call that is wrong, direct or routed. The native module
+# decides who is asked, checked.py what is meant.
+VALUES = {
+    None: "runs",
+    "0": "runs",
+    "1": "is checked",
+    **dict.fromkeys(
+        ("", "2", "-1", "00", "01", "0 ", " 1", "1\n", "on", "off", "true", "\u0661", "\udcff"),
+        "is refused",
+    ),
+}
+IN_TURN = (None, "1", "0", "on", None, "1", None)
 
 
-class OriginalCalledError(Exception):
-    pass
+def set_variable(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    if value is None:
+        monkeypatch.delenv(VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(VARIABLE, value)
 
 
-def original(*args: Any, **kwargs: Any) -> Any:
-    raise OriginalCalledError
+def outcome_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return "is refused" if str(error).startswith(f"{VARIABLE} is ") else "is checked"
+    return "runs"
 
 
 @pytest.fixture
@@ -173,8 +188,7 @@ class TestTorchApi:
         self, name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Guards the test above: without checked mode nothing is raised."""
-        if value is not None:
-            monkeypatch.setenv(VARIABLE, value)
+        set_variable(monkeypatch, value)
         tokens, cu, starts, cp, table_rows, _ = BAD[name]
         t, freqs, cu_tensor, start = arguments(tokens, cu, starts, table_rows, torch.device("cpu"))
         assert rotate_thd(t, freqs, cu_tensor, start, False, *cp, False).isfinite().all()
@@ -240,24 +254,24 @@ class TestTorchApi:
 
     def test_is_read_at_each_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
         args = arguments(10, [0, 10], None, 8, torch.device("cpu"))
-        for value, raises in ((None, False), ("1", True), ("0", False), ("1", True)):
-            if value is None:
-                monkeypatch.delenv(VARIABLE, raising=False)
-            else:
-                monkeypatch.setenv(VARIABLE, value)
-            if raises:
-                with pytest.raises(ValueError, match="freqs has 8 rows"):
-                    rotate_thd(*args, False, 1, 0, False)
-            else:
-                rotate_thd(*args, False, 1, 0, False)
+        for value in IN_TURN:
+            set_variable(monkeypatch, value)
+            assert outcome_of(lambda: rotate_thd(*args, False, 1, 0, False)) == VALUES[value]
 
 
 class TestRouted:
-    """Routed calls, with the functions made while the variable is set."""
+    """Routed calls, of functions that were made before the variable was set."""
 
     @pytest.fixture
-    def routed(self, check: None) -> Callable[..., torch.Tensor]:
+    def unchecked(self) -> Callable[..., torch.Tensor]:
         return router.make_routed(original, False, Format.THD, router.RouterState())
+
+    @pytest.fixture
+    def routed(
+        self, unchecked: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[..., torch.Tensor]:
+        monkeypatch.setenv(VARIABLE, "1")
+        return unchecked
 
     def arguments(self, name: str, table: dict[str, Any]) -> list[Any]:
         tokens, cu, starts, cp, table_rows = table[name][:5]
@@ -284,17 +298,47 @@ class TestRouted:
         assert after["calls"] - before["calls"] == ran
         assert same_bits(y, rotate_thd(t, freqs, cu, start, interleaved, *cp, False))
 
-    def test_is_read_at_each_call(
-        self, routed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("value", VALUES)
+    def test_values_mean_what_they_mean_to_direct_calls(
+        self,
+        unchecked: Callable[..., torch.Tensor],
+        value: str | None,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         args = self.arguments("short table", BAD)
-        monkeypatch.setenv(VARIABLE, "0")
-        routed(*args)
-        monkeypatch.setenv(VARIABLE, "on")
-        with pytest.raises(ValueError, match=f"{VARIABLE} is 'on'"):
-            routed(*args)
-        monkeypatch.delenv(VARIABLE)
-        routed(*args)
+        t, freqs, start, _, interleaved, cu, *cp = args
+        set_variable(monkeypatch, value)
+        outcomes = [
+            outcome_of(lambda: rotate_thd(t, freqs, cu, start, interleaved, *cp, False)),
+            outcome_of(lambda: unchecked(*args)),
+        ]
+        assert outcomes == [VALUES[value]] * 2
+
+    def test_is_read_at_each_call(
+        self, unchecked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        args = self.arguments("short table", BAD)
+        for value in IN_TURN:
+            set_variable(monkeypatch, value)
+            assert outcome_of(lambda: unchecked(*args)) == VALUES[value]
+
+    @pytest.mark.parametrize("value", [None, "0"])
+    def test_off_it_costs_a_plain_call_no_python(
+        self,
+        unchecked: Callable[..., Any],
+        value: str | None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("the way by Python was taken")
+
+        set_variable(monkeypatch, value)
+        monkeypatch.setattr(router, "rotate_checked", fail)
+        args = self.arguments("tail rows", GOOD)
+        unchecked(*args)
+        monkeypatch.setenv(VARIABLE, "1")
+        with pytest.raises(AssertionError, match="the way by Python"):
+            unchecked(*args)
 
     def test_calls_of_others_pass_unlooked_at(
         self, routed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -320,26 +364,26 @@ class TestRouted:
         with pytest.raises(OriginalCalledError):
             function(*self.arguments("short table", BAD))
 
-    @pytest.mark.parametrize("name", ["fused_rope_forward", "fused_rope_backward"])
-    def test_through_te(self, te: ModuleType, check: None, name: str) -> None:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_through_te(self, te: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Set behind enable(), as in a notebook that looks for a mistake."""
         overlay.enable(strict=True)
         tex = sys.modules["transformer_engine_torch"]
         args = list(thd_arguments())
         transpose = name == "fused_rope_backward"
+        monkeypatch.setenv(VARIABLE, "1")
         assert same_bits(getattr(tex, name)(*args), expected(transpose))
         args[5] = boundaries([0, 3, 9])
         word = "output_grads" if transpose else "input"
         with pytest.raises(ValueError, match=f"sequence 1 has length 6.*{word} has 8 rows"):
             getattr(tex, name)(*args)
         assert overlay.status().enabled
+        with monkeypatch.context() as patch:
+            patch.delenv(VARIABLE)
+            getattr(tex, name)(*args)
         overlay.disable()
         with pytest.raises(tex.OriginalCalled):
             getattr(tex, name)(*args)
-
-    def test_unset_costs_a_routed_call_nothing(self) -> None:
-        """It is the builtin, with no Python around it."""
-        function = router.make_routed(original, False, Format.THD, router.RouterState())
-        assert type(function) is type(len)
 
 
 class TestCapture:

@@ -131,8 +131,18 @@ def test_another_policy_is_refused_by_name(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(faults.VARIABLE, "panic")
-    with pytest.raises(ValueError, match=r"TE_OVERLAY_ON_FAULT is 'panic'; it must be warn"):
+    message = r"TE_OVERLAY_ON_FAULT is 'panic'; it must be warn.* It was read because .*position 10"
+    with pytest.raises(ValueError, match=message):  # the fault is told once, so here
         call(device, [0, 16], table_rows=10)
+
+
+def test_where_warnings_are_errors_the_next_call_runs(device: torch.device) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="position 10"):
+            call(device, [0, 16], table_rows=10)
+        y = call(device, [0, 16], table_rows=10)
+    assert y[:10].ne(0).any(-1).all()
 
 
 def test_a_faulty_row_is_zeros_and_the_others_are_right(device: torch.device) -> None:
@@ -154,3 +164,38 @@ def test_the_last_call_of_a_process_is_reported_at_its_exit(device: torch.device
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/"
     )
     assert "met wrong packing: sequence 0 has a token at position" in done.stderr
+
+
+def test_at_exit_an_error_hides_no_other_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The faults of three devices, as report_faults() meets them one after the other."""
+    pending = [faults.PackingError("of cuda:0"), RuntimeWarning("of cuda:1"), ValueError("of 2")]
+
+    def report_faults() -> None:
+        if pending:
+            raise pending.pop(0)
+
+    monkeypatch.setattr(_native, "report_faults", report_faults)
+    faults._report_at_exit()
+    told = capsys.readouterr().err
+    assert all(text in told for text in ("PackingError: of cuda:0", "of cuda:1", "of 2"))
+
+
+@pytest.mark.parametrize(("cuda_in_use", "reports"), [(True, 1), (False, 2)])
+def test_a_forked_child_leaves_the_records_of_devices_alone(
+    cuda_in_use: bool, reports: int
+) -> None:
+    """One without CUDA of its own: it would report anew, from memory that it may not have."""
+    program = (
+        "import os, sys, torch\n"
+        "from transformer_engine_overlay import _native, faults\n"
+        f"torch.cuda.is_initialized = lambda: {cuda_in_use}\n"
+        "_native.report_faults = lambda: os.write(1, b'report ')\n"
+        "child = os.fork()\n"
+        "assert child == 0 or os.waitpid(child, 0)[1] == 0\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/"
+    )
+    assert done.stdout == "report " * reports

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -129,6 +131,16 @@ class TestEnable:
         overlay.enable(strict=True)
         assert tex.fused_rope_forward.__name__ == "fused_rope_forward"
         assert tex.fused_rope_forward.__doc__ == doc
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_functions_are_pickled_by_name(self, te: ModuleType, name: str) -> None:
+        """As the originals are: what comes out is what is in place where it comes out."""
+        tex = sys.modules["transformer_engine_torch"]
+        pickled = pickle.dumps(getattr(tex, name))
+        overlay.enable(strict=True)
+        assert pickle.dumps(getattr(tex, name)) == pickled
+        assert pickle.loads(pickled) is getattr(tex, name)
+        assert copy.deepcopy(getattr(tex, name)) is getattr(tex, name)
 
     def test_says_what_it_did_in_a_line(
         self, te: ModuleType, caplog: pytest.LogCaptureFixture

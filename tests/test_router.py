@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import gc
 import sys
 import types
@@ -14,25 +13,13 @@ from typing import Any
 import pytest
 import torch
 from packed import DTYPES, boundaries, randn, random_table
+from stub_fixtures import Format, OriginalCalledError, original
 
 from transformer_engine_overlay import _native, path_counts, router
 from transformer_engine_overlay.thd import rotate_thd
 from transformer_engine_overlay.verify import same_bits
 
 PATH_VARIABLE = "NVTE_FUSED_ROPE_THD_TOKEN_LINEAR"
-
-
-class Format(enum.IntEnum):
-    SBHD = 0
-    THD = 2
-
-
-class OriginalCalledError(Exception):
-    pass
-
-
-def original(*args: Any, **kwargs: Any) -> Any:
-    raise OriginalCalledError(args, kwargs)
 
 
 @pytest.fixture
@@ -243,6 +230,8 @@ def test_p09_unsupported_gpu_falls_back_with_one_warning(state: router.RouterSta
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert passed_to(router.make_routed(original, False, Format.THD, state), *arguments())
+        state.give_up("cuda:1 has compute capability 7.0")  # a call of another thread, under way
+    assert state.unsupported == "cuda:0 has compute capability 7.0"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("cudaErrorIllegalAddress"), KeyError("x")])

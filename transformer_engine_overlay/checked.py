@@ -26,11 +26,6 @@ _key: Any = CHECK_VARIABLE if _entries is os.environ else os.environ.encodekey(C
 _warned_of_capture = False
 
 
-def is_set() -> bool:
-    """Tell whether ``TE_OVERLAY_CHECK`` has a value, whatever it is."""
-    return _entries.get(_key) is not None
-
-
 def is_requested() -> bool:
     """Tell whether ``TE_OVERLAY_CHECK`` asks for checks now.
 
@@ -39,9 +34,10 @@ def is_requested() -> bool:
     ValueError
         For a value other than ``0`` and ``1``.
     """
-    if _entries.get(_key) is None:  # the common case: one lookup
+    entry = _entries.get(_key)
+    if entry is None:  # the common case: one lookup
         return False
-    value = os.environ[CHECK_VARIABLE]
+    value = os.fsdecode(entry)
     if value not in ("0", "1"):
         raise ValueError(
             f"{CHECK_VARIABLE} is {value!r}; it must be 1 (check the metadata of each call), 0 or "

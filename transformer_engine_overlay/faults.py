@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import traceback
 import warnings
+
+import torch
 
 from transformer_engine_overlay import _native
 
@@ -56,10 +59,9 @@ def report(
     ------
     PackingError
         With ``raise``.
+    ValueError
+        For a policy that there is not; it names the fault as well, which is told only once.
     """
-    chosen = policy()
-    if chosen == "ignore":
-        return
     where = "the CPU" if device < 0 else f"cuda:{device}"
     when = "a THD RoPE call" if device < 0 else "an earlier THD RoPE call"
     message = (
@@ -67,6 +69,12 @@ def report(
         f"{describe(kind, sequence, value, limit, cp_size, cp_rank)} Only the first fault of a "
         f"device is reported; TE_OVERLAY_CHECK=1 checks each call before it runs."
     )
+    try:
+        chosen = policy()
+    except ValueError as error:
+        raise ValueError(f"{error}. It was read because {message}") from None
+    if chosen == "ignore":
+        return
     if chosen == "raise":
         raise PackingError(message)
     warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -98,4 +106,34 @@ def describe(kind: int, sequence: int, value: int, limit: int, cp_size: int, cp_
     )
 
 
-atexit.register(_native.report_faults)
+# Whether CUDA was in use in the process that forks.
+_cuda_in_use = False
+
+
+def _report_at_exit() -> None:
+    """Report what no call has found. An error is printed, and does not hide another device's."""
+    while True:
+        try:
+            _native.report_faults()
+        except Exception:  # each takes the fault of one device along
+            traceback.print_exc()
+        else:
+            return
+
+
+def _before_fork() -> None:
+    global _cuda_in_use
+    _cuda_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def _after_fork_in_child() -> None:
+    """Leave the records of devices to the parent: the child has no CUDA, and maybe not its memory.
+
+    One that starts CUDA by itself, which it can if its parent has not, reports as any process does.
+    """
+    if _cuda_in_use:
+        atexit.unregister(_report_at_exit)
+
+
+atexit.register(_report_at_exit)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

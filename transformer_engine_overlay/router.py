@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from transformer_engine_overlay import _native, checked, checks
+from transformer_engine_overlay import _native, checks
 from transformer_engine_overlay.thd import rotate_checked
 
 
@@ -42,6 +41,8 @@ class RouterState:
     def give_up(self, reason: str) -> None:
         """Leave all calls to TransformerEngine from now on, and say so once."""
         self.active = False
+        if self.unsupported:  # by another thread, whose call was under way as well
+            return
         self.unsupported = reason
         warnings.warn(
             f"THD RoPE stays with TransformerEngine's own kernels: {reason}",
@@ -71,13 +72,12 @@ def make_routed(
     callable
         Takes what `original` takes. Calls in THD that the kernels cover go to them, but with
         ``NVTE_FUSED_ROPE_THD_TOKEN_LINEAR=0``; all others go to `original` as they came, and its
-        errors come back as they are. If ``TE_OVERLAY_CHECK`` is set now, a function in Python that
-        reads it at each call; else a builtin that does not, as it has no time for it.
+        errors come back as they are. A builtin, as `original` is one.
     """
     name = "output_grads" if transpose else "input"  # TransformerEngine's words
 
     def prepare(*args: Any) -> torch.Tensor:
-        """Take a THD call that is not plain."""
+        """Take a THD call that is not plain, or any that may have to be checked."""
         if is_left_to_stock(*args):
             _native.count_passed_through()
             return original(*args)
@@ -94,29 +94,10 @@ def make_routed(
         _native.count_passed_through()
         return original(*args)
 
-    routed = _native.make_routed(
+    routed: Callable[..., torch.Tensor] = _native.make_routed(
         original, prepare, state.give_up, thd_format, state.switch, transpose
     )
-    if not checked.is_set():
-        return routed
-
-    @functools.wraps(original)
-    def routed_with_checks(*args: Any, **names: Any) -> torch.Tensor:
-        # What would be routed takes the way by Python, which checks its values.
-        if (
-            len(args) == 8
-            and not names
-            and state.active
-            and type(args[3]) is type(thd_format)
-            and args[3] == thd_format
-            and _native.path_request() != _native.LEGACY_GRID
-            and checked.is_requested()
-        ):
-            return prepare(*args)
-        output: torch.Tensor = routed(*args, **names)
-        return output
-
-    return routed_with_checks
+    return routed
 
 
 def is_left_to_stock(

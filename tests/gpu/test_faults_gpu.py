@@ -93,3 +93,25 @@ def test_many_faults_at_once_leave_one_whole_record() -> None:
         apply_rotary_pos_emb_thd(*batch(8, 128, 64))
     assert len(caught) == 1
     assert y.view(-1, 64, 8, 128)[:, 8:].eq(0).all()
+
+
+FORK = """
+import os, torch
+from transformer_engine_overlay import apply_rotary_pos_emb_thd as rope
+t = torch.randn(64, 8, 128, device="cuda", dtype=torch.bfloat16)
+freqs = torch.randn(60, 1, 1, 128, device="cuda")
+rope(t, freqs, torch.tensor([0, 64], dtype=torch.int32, device="cuda"))
+torch.cuda.synchronize()
+child = os.fork()
+if child:
+    print("child", os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_child_ends_well_and_leaves_the_fault_to_its_parent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, cwd="/", check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "child 0" in done.stdout
+    assert done.stderr.count("freqs has 60 rows") == 1

@@ -2,6 +2,8 @@
 
 #include "torch_call.h"
 
+#include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -100,12 +102,20 @@ bool is_thd(const Routed &routed, PyObject *format) {
   return equal != 0;
 }
 
+// Whether checked mode is on, or set to something that it has an error for. checked.py knows which:
+// here is only who has nothing to ask it, which costs a routed call one look at the environment.
+bool may_be_checked() {
+  const char *const value = std::getenv("TE_OVERLAY_CHECK");
+  return value != nullptr && std::strcmp(value, "0") != 0;
+}
+
 nb::object route(const Routed &routed, PyObject *const *a, Py_ssize_t number, PyObject *names) {
   const bool covered = number == kNumArguments && names == nullptr &&
                        routed.active_switch->active && is_thd(routed, a[kFormatArgument]);
   if (!covered) return pass_through(routed, a, number, names);
   const PathRequest request = request_from_environment();
   if (request == PathRequest::kLegacyGrid) return pass_through(routed, a, number, names);
+  if (may_be_checked()) return call_object(routed.prepare, a, number, nullptr);
   const TorchCall arguments{a[0], a[1], a[2], a[4], a[5], a[6], a[7], routed.transpose,
                             true, false};
   try {
@@ -118,12 +128,28 @@ nb::object route(const Routed &routed, PyObject *const *a, Py_ssize_t number, Py
   return call_object(routed.prepare, a, number, nullptr);
 }
 
+// What a routed function is bound to: a module of its own that nobody imports, whose state is the
+// function's Routed. A function of a module is pickled by its name, as a pybind11 function is; one
+// of a capsule could not be.
+PyModuleDef routed_owner{PyModuleDef_HEAD_INIT,
+                         "transformer_engine_overlay._routed",
+                         nullptr,
+                         sizeof(const Routed *),
+                         nullptr,
+                         nullptr,
+                         nullptr,
+                         nullptr,
+                         nullptr};
+
+const Routed **state_of(PyObject *owner) {
+  return static_cast<const Routed **>(PyModule_GetState(owner));
+}
+
 // The entry from Python: exceptions stop here and become Python's.
 PyObject *call_routed(PyObject *self, PyObject *const *arguments, Py_ssize_t number,
                       PyObject *names) {
-  const auto *routed = static_cast<const Routed *>(PyCapsule_GetPointer(self, nullptr));
   try {
-    return route(*routed, arguments, number, names).release().ptr();
+    return route(**state_of(self), arguments, number, names).release().ptr();
   } catch (nb::python_error &error) {
     error.restore();
   } catch (const std::invalid_argument &error) {
@@ -154,10 +180,11 @@ nb::object make_routed(nb::object original, nb::object prepare, nb::object give_
   routed->definition = {routed->name.c_str(),
                         reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(&call_routed)),
                         METH_FASTCALL | METH_KEYWORDS, routed->doc.c_str()};
-  const nb::object self = nb::steal(PyCapsule_New(routed, nullptr, nullptr));
-  if (!self.is_valid()) nb::raise_python_error();
+  const nb::object owner = nb::steal(PyModule_Create(&routed_owner));
+  if (!owner.is_valid()) nb::raise_python_error();
+  *state_of(owner.ptr()) = routed;
   const nb::object module = original.attr("__module__");
-  PyObject *const function = PyCFunction_NewEx(&routed->definition, self.ptr(), module.ptr());
+  PyObject *const function = PyCFunction_NewEx(&routed->definition, owner.ptr(), module.ptr());
   if (function == nullptr) nb::raise_python_error();
   return nb::steal(function);
 }
