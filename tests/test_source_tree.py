@@ -228,6 +228,14 @@ class TestCommand:
             assert complaint in " ".join(run(action, tree, code=2).split())
         assert f"changed   {FUSED_ROPE}" in run("status", tree, code=1)
 
+    def test_names_are_shown_as_they_are(self, run: Callable[..., str], tree: Path) -> None:
+        odd = tree.parent / "a [b] [" / "b] :cat: 'c"
+        odd.parent.mkdir()
+        tree.rename(odd)
+        assert f"{odd}: the patches are in place" in run("apply", odd)
+        shift(odd)
+        assert str(odd) in " ".join(run("revert", odd, code=2).split())
+
     def test_no_tree(self, run: Callable[..., str], tmp_path: Path) -> None:
         assert "is no source tree" in " ".join(run("apply", tmp_path, code=2).split())
 
