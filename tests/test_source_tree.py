@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from te_tree import FUSED_ROPE, TEST_LIST, VARIABLES, load_refresh, snapshot, write_tree
 from typer.testing import CliRunner
 
-from transformer_engine_overlay import source_tree
+from transformer_engine_overlay import source_tree, tree_write
 from transformer_engine_overlay.cli import app
 from transformer_engine_overlay.patch_series import Patch, PatchError, git_blob_id, read_series
 from transformer_engine_overlay.source_tree import apply_series, check_tree, revert_series
@@ -162,7 +163,7 @@ def test_failure_in_the_middle_leaves_the_tree_as_it_was(
         apply_series(tree, series)
     before = snapshot(tree)
     done = 0
-    move = source_tree._move
+    move = tree_write._move
 
     def failing_move(new: Path | None, path: Path) -> None:
         nonlocal done
@@ -171,20 +172,49 @@ def test_failure_in_the_middle_leaves_the_tree_as_it_was(
             raise OSError("no space left")
         move(new, path)
 
-    monkeypatch.setattr(source_tree, "_move", failing_move)
+    monkeypatch.setattr(tree_write, "_move", failing_move)
     with pytest.raises(OSError, match="no space left"):
         action(tree, series)
     assert done > moves
     assert snapshot(tree) == before
 
 
-def test_missing_folder_is_named(tree: Path, series: list[Patch]) -> None:
+@pytest.mark.parametrize("action", [check_tree, apply_series])
+def test_missing_folder_is_named(
+    tree: Path, series: list[Patch], action: Callable[..., object]
+) -> None:
     (tree / "benchmarks" / "README").unlink()
     (tree / "benchmarks").rmdir()
     before = snapshot(tree)
     with pytest.raises(PatchError, match=r"there is no folder .*benchmarks"):
-        apply_series(tree, series)
+        action(tree, series)
     assert snapshot(tree) == before
+
+
+def test_folder_that_went_missing_is_not_in_the_way_of_a_revert(
+    tree: Path, series: list[Patch]
+) -> None:
+    before = snapshot(tree)
+    apply_series(tree, series)
+    shutil.rmtree(tree / "benchmarks")
+    revert_series(tree, series)
+    del before["benchmarks/README"]
+    assert snapshot(tree) == before
+
+
+@pytest.mark.parametrize("release", ["tree", "other"])
+@pytest.mark.parametrize("patched", [False, True])
+def test_crlf_line_ends_are_recognised(
+    tree: Path, series: list[Patch], release: str, patched: bool
+) -> None:
+    tree = tree.parent / release
+    if patched:
+        apply_series(tree, series)
+    file = tree / FUSED_ROPE
+    blob = git_blob_id(file.read_bytes())
+    file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    with pytest.raises(PatchError, match=f"which is {blob[:10]} with CRLF line ends"):
+        check_tree(tree, series)
 
 
 def test_other_folder_is_no_tree(tmp_path: Path) -> None:
@@ -227,6 +257,14 @@ class TestCommand:
         for action in ("check", "apply", "revert"):
             assert complaint in " ".join(run(action, tree, code=2).split())
         assert f"changed   {FUSED_ROPE}" in run("status", tree, code=1)
+
+    def test_names_are_shown_as_they_are(self, run: Callable[..., str], tree: Path) -> None:
+        odd = tree.parent / "a [b] [" / "b] :cat: 'c"
+        odd.parent.mkdir()
+        tree.rename(odd)
+        assert f"{odd}: the patches are in place" in run("apply", odd)
+        shift(odd)
+        assert str(odd) in " ".join(run("revert", odd, code=2).split())
 
     def test_no_tree(self, run: Callable[..., str], tmp_path: Path) -> None:
         assert "is no source tree" in " ".join(run("apply", tmp_path, code=2).split())

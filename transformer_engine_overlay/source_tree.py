@@ -7,10 +7,7 @@ checked before anything is written.
 
 from __future__ import annotations
 
-import os
-import stat
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from transformer_engine_overlay.patch_series import (
     git_blob_id,
     read_series,
 )
+from transformer_engine_overlay.tree_write import locked, remove_leftovers, write_files
 
 # what a file is with regard to a patch
 ORIGINAL = "original"
@@ -160,13 +158,23 @@ def check_tree(source: Path, series: Sequence[Patch] | None = None) -> TreeState
     Raises
     ------
     PatchError
-        If a file is neither as TransformerEngine has it nor as the patches make it. The message
-        names each, with what it is and what was expected.
+        If a file is neither as TransformerEngine has it nor as the patches make it; the message
+        names each, with what it is and what was expected. If a folder of a new file is missing.
     """
+    tree = _known_tree(source, series)
+    for file in tree.files:
+        folder = (source / file.change.path).parent
+        if not folder.is_dir():
+            raise PatchError(f"there is no folder {folder}: this is not a whole source tree")
+    return tree
+
+
+def _known_tree(source: Path, series: Sequence[Patch] | None) -> TreeState:
+    """Look at a tree, and refuse one with a file that is not known."""
     series = read_series() if series is None else series
     tree = read_tree(source, series)
     if tree.changed:
-        complaints = "\n".join(f"  {_complaint(file, series)}" for file in tree.changed)
+        complaints = "\n".join(f"  {_complaint(source, file, series)}" for file in tree.changed)
         raise PatchError(
             f"{source} is not a tree that these patches are for, nor one that they made:\n"
             f"{complaints}\nTake back your changes, or check out a listed release. A tree that "
@@ -176,17 +184,19 @@ def check_tree(source: Path, series: Sequence[Patch] | None = None) -> TreeState
     return tree
 
 
-def _complaint(file: FileState, series: Sequence[Patch]) -> str:
+def _complaint(source: Path, file: FileState, series: Sequence[Patch]) -> str:
     path = file.change.path
+    changes = [change for patch in series for change in patch.changes if change.path == path]
     expected = [
-        describe_blob(change.old_blob) if change.old_blob else "no such file"
-        for patch in series
-        for change in patch.changes
-        if change.path == path
+        describe_blob(change.old_blob) if change.old_blob else "no such file" for change in changes
     ]
     found = f"is blob {file.found[:10]}" if len(file.found) == 40 else f"is {file.found}"
     if not file.found:
         found = "is missing"
+    elif len(file.found) == 40:
+        converted = git_blob_id((source / path).read_bytes().replace(b"\r\n", b"\n"))
+        if any(converted in (change.old_blob, change.new_blob) for change in changes):
+            found += f", which is {converted[:10]} with CRLF line ends (see git's core.autocrlf)"
     return f"{path} {found}; expected was {' or '.join(expected)}"
 
 
@@ -208,14 +218,11 @@ def apply_series(source: Path, series: Sequence[Patch] | None = None) -> TreeSta
     PatchError
         As `check_tree`. Then, and after any other error, the tree is as it was.
     """
-    tree = check_tree(source, series)
-    wanted: dict[Path, bytes | None] = {}
-    for file in tree.files:
-        if file.state == ORIGINAL:
-            path = source / file.change.path
-            wanted[path] = file.change.apply(path.read_bytes() if file.found else b"")
-    _write(wanted)
-    return tree
+
+    def patched(file: FileState, path: Path) -> bytes:
+        return file.change.apply(path.read_bytes() if file.found else b"")
+
+    return _change(source, series, check_tree, ORIGINAL, patched)
 
 
 def revert_series(source: Path, series: Sequence[Patch] | None = None) -> TreeState:
@@ -223,54 +230,24 @@ def revert_series(source: Path, series: Sequence[Patch] | None = None) -> TreeSt
 
     Parameters and errors are those of `apply_series`.
     """
-    tree = check_tree(source, series)
-    wanted: dict[Path, bytes | None] = {}
-    for file in tree.files:
-        if file.state == PATCHED:
-            path = source / file.change.path
-            is_new = not file.change.old_blob
-            wanted[path] = None if is_new else file.change.revert(path.read_bytes())
-    _write(wanted)
+
+    def original(file: FileState, path: Path) -> bytes | None:
+        return file.change.revert(path.read_bytes()) if file.change.old_blob else None
+
+    return _change(source, series, _known_tree, PATCHED, original)
+
+
+def _change(
+    source: Path,
+    series: Sequence[Patch] | None,
+    look: Callable[[Path, Sequence[Patch] | None], TreeState],
+    state: str,
+    content: Callable[[FileState, Path], bytes | None],
+) -> TreeState:
+    """Write the files of a state anew, and say how the tree was."""
+    with locked(source / MARKER):
+        tree = look(source, series)
+        paths = {source / file.change.path: file for file in tree.files}
+        remove_leftovers(paths)
+        write_files({p: content(file, p) for p, file in paths.items() if file.state == state})
     return tree
-
-
-def _write(wanted: dict[Path, bytes | None]) -> None:
-    """Write all files, or none: prepare them all beside their places, then move them there.
-
-    None stands for a file to remove. If a move fails, those before it are undone.
-    """
-    before: dict[Path, bytes | None] = {}
-    made: list[Path] = []
-    try:
-        prepared = {path: _prepare(path, content, made) for path, content in wanted.items()}
-        for path, new in prepared.items():
-            before[path] = path.read_bytes() if path.exists() else None
-            _move(new, path)
-    except BaseException:
-        for path, content in before.items():
-            _move(_prepare(path, content, []), path)
-        raise
-    finally:
-        for file in made:
-            file.unlink(missing_ok=True)
-
-
-def _prepare(path: Path, content: bytes | None, made: list[Path]) -> Path | None:
-    if content is None:
-        return None
-    if not path.parent.is_dir():
-        raise PatchError(f"there is no folder {path.parent}: this is not a whole source tree")
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    made.append(Path(name))
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.chmod(name, mode)
-    return Path(name)
-
-
-def _move(new: Path | None, path: Path) -> None:
-    if new is None:
-        path.unlink(missing_ok=True)
-    else:
-        os.replace(new, path)

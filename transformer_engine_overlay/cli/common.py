@@ -59,7 +59,10 @@ class SpreadCommand(typer.core.TyperCommand):
 
 def refuse(message: str) -> NoReturn:
     """End the command with a message and exit status 2."""
-    Console(stderr=True).print(f"te-overlay: {message}", style="red", highlight=False)
+    # Paths come as they are: brackets in them are no markup, and colons no emoji.
+    Console(stderr=True, emoji=False).print(
+        f"te-overlay: {message}", style="red", markup=False, highlight=False
+    )
     raise typer.Exit(EXIT_USAGE)
 
 

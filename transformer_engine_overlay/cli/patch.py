@@ -92,7 +92,7 @@ def _run(action: Callable[[Path], TreeState], source: Path) -> TreeState:
 
 
 def _say(text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _say_count(tree: TreeState, state: str, text: str) -> None:
