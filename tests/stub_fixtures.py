@@ -47,6 +47,10 @@ def te_modules() -> list[str]:
 def forget_te() -> None:
     for name in te_modules():
         del sys.modules[name]
+    # torch.compile keeps modules by their names: the next stub has the same.
+    tracer = sys.modules.get("torch._dynamo.symbolic_convert")
+    if tracer is not None:
+        tracer._import_module.cache_clear()
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.syspath_prepend(str(tmp_path))
     yield lambda **options: write_stub(tmp_path, **options) and importlib.invalidate_caches()
     overlay.disable()
-    patching._installation = None
+    patching._installation = patching._retired = None
     patching._refusal = ""
     forget_te()
     sys.modules.update(saved)

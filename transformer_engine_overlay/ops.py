@@ -17,7 +17,7 @@ NAMESPACE = "transformer_engine_overlay"
 NAME = f"{NAMESPACE}::rotate_thd"
 SCHEMA = (
     "(Tensor t, Tensor freqs, Tensor cu_seqlens, Tensor? start_positions, bool interleaved, "
-    "int cp_size, int cp_rank, bool transpose) -> Tensor"
+    "SymInt cp_size, SymInt cp_rank, bool transpose) -> Tensor"
 )
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from transformer_engine_overlay import _native, gate
+from transformer_engine_overlay import _native, checked, gate
+from transformer_engine_overlay.dynamo import keep_in_graph
 from transformer_engine_overlay.gate import OverlayError
 from transformer_engine_overlay.router import RouterState, make_routed
 from transformer_engine_overlay.thd import path_counts
@@ -44,6 +45,7 @@ class Installation:
     originals: dict[str, Callable[..., torch.Tensor]]
     replacements: dict[str, Callable[..., torch.Tensor]]
     state: RouterState
+    with_checks: bool  # whether TE_OVERLAY_CHECK was set when ours were made
 
 
 @dataclass
@@ -86,6 +88,7 @@ class Status:
 
 _lock = threading.RLock()
 _installation: Installation | None = None
+_retired: Installation | None = None  # the one that was disabled last
 _refusal = ""
 
 
@@ -147,7 +150,7 @@ def disable() -> None:
     Where somebody else has patched over ours since, their function stays; ours, which they may
     still call, then passes all calls on.
     """
-    global _installation
+    global _installation, _retired
     with _lock:
         if _installation is None:
             return
@@ -157,7 +160,7 @@ def disable() -> None:
                 setattr(module, name, _installation.originals[name])
         _installation.state.active = False
         if not _foreign_sites(_installation):
-            _installation = None
+            _installation, _retired = None, _installation
 
 
 @contextmanager
@@ -239,11 +242,10 @@ def _install(extension: ModuleType) -> Installation:
     gate.check_version(version)
     originals = {name: gate.checked_function(extension, name, version) for name in FUNCTIONS}
     thd_format = gate.thd_format(extension)
-    state = RouterState()
-    replacements = {
-        name: make_routed(originals[name], transpose, thd_format, state)
-        for name, transpose in FUNCTIONS.items()
-    }
+    installation = _take_retired(extension, originals)
+    if installation is None:
+        installation = _make(extension, version, originals, thd_format)
+    replacements = installation.replacements
     places = []
     for module, name in _sites():
         if getattr(module, name) is originals[name]:
@@ -256,7 +258,42 @@ def _install(extension: ModuleType) -> Installation:
         _describe_device(),
         describe_path_rule(),
     )
-    return Installation(extension, version, originals, replacements, state)
+    return installation
+
+
+def _make(
+    extension: ModuleType,
+    version: str,
+    originals: dict[str, Callable[..., torch.Tensor]],
+    thd_format: object,
+) -> Installation:
+    """Make our functions, for calls in graphs of torch.compile as well."""
+    state = RouterState()
+    replacements = {}
+    for name, transpose in FUNCTIONS.items():
+        replacements[name] = make_routed(originals[name], transpose, thd_format, state)
+        keep_in_graph(replacements[name], transpose, thd_format)
+    return Installation(extension, version, originals, replacements, state, checked.is_set())
+
+
+def _take_retired(
+    extension: ModuleType, originals: dict[str, Callable[..., torch.Tensor]]
+) -> Installation | None:
+    """Return the one that was disabled, if the same is to be made again.
+
+    torch.compile, which knows functions by their identity, then has the graphs already.
+    """
+    retired = _retired
+    if (
+        retired is None
+        or retired.extension is not extension
+        or retired.with_checks != checked.is_set()
+        or any(retired.originals[name] is not function for name, function in originals.items())
+    ):
+        return None
+    retired.state.unsupported = ""
+    retired.state.active = True
+    return retired
 
 
 def _reactivate(installation: Installation) -> None:
