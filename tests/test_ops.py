@@ -9,8 +9,10 @@ import pytest
 import torch
 from packed import DTYPES, boundaries, randn, random_table
 
-from transformer_engine_overlay import apply_rotary_pos_emb_thd, ops, path_counts
+from transformer_engine_overlay import apply_rotary_pos_emb_thd, path_counts
 from transformer_engine_overlay.verify import same_bits
+
+OPS = torch.ops.transformer_engine_overlay
 
 
 def inputs(device: torch.device, tokens: int = 16) -> tuple[torch.Tensor, ...]:
@@ -133,18 +135,18 @@ def test_opcheck(device: torch.device, with_starts: bool) -> None:
     t, freqs, cu = inputs(device)
     starts = torch.tensor([1, 2], dtype=torch.int32, device=device) if with_starts else None
     arguments = (t.requires_grad_(), freqs, cu, starts, True, 1, 0, False)
-    torch.library.opcheck(torch.ops.transformer_engine_overlay.rotate_thd.default, arguments)
+    torch.library.opcheck(OPS.rotate_thd.default, arguments)
 
 
 def test_gradient_of_the_operator_is_the_transpose(device: torch.device) -> None:
     t, freqs, cu = inputs(device)
     t.requires_grad_()
-    y = ops.operator(t, freqs, cu, None, False, 1, 0, False)
+    y = OPS.rotate_thd(t, freqs, cu, None, False, 1, 0, False)
     (grad,) = torch.autograd.grad(y, t, torch.ones_like(y))
-    assert same_bits(grad, ops.operator(torch.ones_like(y), freqs, cu, None, False, 1, 0, True))
+    assert same_bits(grad, OPS.rotate_thd(torch.ones_like(y), freqs, cu, None, False, 1, 0, True))
 
 
 def test_bad_arguments_are_named_by_the_operator(device: torch.device) -> None:
     t, freqs, cu = inputs(device)
     with pytest.raises(TypeError, match=r"cu_seqlens has dtype torch\.int64"):
-        ops.operator(t, freqs, cu.long(), None, False, 1, 0, False)
+        OPS.rotate_thd(t, freqs, cu.long(), None, False, 1, 0, False)

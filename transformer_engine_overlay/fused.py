@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine_overlay import _native, checked, checks
-from transformer_engine_overlay.thd import rotate_checked, savable
+from transformer_engine_overlay.thd import is_in_graph, rotate_checked, savable
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -86,7 +86,8 @@ def apply_rotary_pos_emb_thd_qk(
         *(freqs, freqs if k_freqs is None else k_freqs, cu_seqlens, start_positions),
         *(interleaved, cp_size, cp_rank, False),
     )
-    result: Pair = _RotateQk.apply(q, k, *batch)  # type: ignore[no-untyped-call]
+    rotate = torch.ops.transformer_engine_overlay.rotate_qk if is_in_graph() else _RotateQk.apply
+    result: Pair = rotate(q, k, *batch)
     return result
 
 
@@ -134,7 +135,8 @@ def apply_fused_qkv_rotary_pos_emb_thd(
     """
     split = checks.check_split(qkv, qkv_split_arg_list)
     batch = (q_freqs, k_freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, False)
-    result: Triple = _SplitQkv.apply(qkv, *split, *batch)  # type: ignore[no-untyped-call]
+    rotate = torch.ops.transformer_engine_overlay.split_qkv if is_in_graph() else _SplitQkv.apply
+    result: Triple = rotate(qkv, *split, *batch)
     return result
 
 

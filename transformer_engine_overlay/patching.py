@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine_overlay import _native, checked, gate
+from transformer_engine_overlay import _native, gate
 from transformer_engine_overlay.dynamo import keep_in_graph
 from transformer_engine_overlay.gate import OverlayError
 from transformer_engine_overlay.router import RouterState, make_routed
@@ -45,7 +45,6 @@ class Installation:
     originals: dict[str, Callable[..., torch.Tensor]]
     replacements: dict[str, Callable[..., torch.Tensor]]
     state: RouterState
-    with_checks: bool  # whether TE_OVERLAY_CHECK was set when ours were made
 
 
 @dataclass
@@ -273,7 +272,7 @@ def _make(
     for name, transpose in FUNCTIONS.items():
         replacements[name] = make_routed(originals[name], transpose, thd_format, state)
         keep_in_graph(replacements[name], transpose, thd_format)
-    return Installation(extension, version, originals, replacements, state, checked.is_set())
+    return Installation(extension, version, originals, replacements, state)
 
 
 def _take_retired(
@@ -287,7 +286,6 @@ def _take_retired(
     if (
         retired is None
         or retired.extension is not extension
-        or retired.with_checks != checked.is_set()
         or any(retired.originals[name] is not function for name, function in originals.items())
     ):
         return None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +14,13 @@ from transformer_engine_overlay import (
     faults,  # noqa: F401 (reports at exit)
 )
 
-# What takes the call's place under torch.compile; ops.py, which needs this module, sets it.
-_in_graph: Callable[..., torch.Tensor] | None = None
+# Set by ops.py, which needs this module.
+has_operators = False
+
+
+def is_in_graph() -> bool:
+    """Tell whether torch.compile traces the call and is to find an operator."""
+    return torch.compiler.is_compiling() and has_operators
 
 
 def apply_rotary_pos_emb_thd(
@@ -85,11 +89,8 @@ def apply_rotary_pos_emb_thd(
     operator ``transformer_engine_overlay::rotate_thd`` (torch 2.4 and later), with the same bits.
     Transforms of ``torch.func`` and graph tracing by ``make_fx`` are not supported.
     """
-    if torch.compiler.is_compiling() and _in_graph is not None:
-        return _in_graph(
-            t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, False
-        )
-    result: torch.Tensor = _ThdRope.apply(  # type: ignore[no-untyped-call]
+    rotate = torch.ops.transformer_engine_overlay.rotate_thd if is_in_graph() else _ThdRope.apply
+    result: torch.Tensor = rotate(
         t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, False
     )
     return result
