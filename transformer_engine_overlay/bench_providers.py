@@ -165,7 +165,7 @@ def _projection(tensors: Tensors) -> dict[str, Callable[[], Call | None]]:
     """One launch beside splitting, rotating and copying; backward, rotating and concatenating."""
     point = tensors.point
     key_heads, d = point.key_heads, point.head_dim
-    split = (point.heads // key_heads * d, d, d)
+    split = [point.heads // key_heads * d, d, d]
     grads = [
         [part.view(point.tokens, -1, d) for part in torch.split(t.view(-1), _sizes(point))]
         for t in tensors.t
@@ -174,7 +174,8 @@ def _projection(tensors: Tensors) -> dict[str, Callable[[], Call | None]]:
     def fused(i: int, transpose: bool) -> Any:
         batch = _batch(tensors, i, transpose)
         if transpose:
-            return join_qkv(*grads[i], *split, *batch)
+            q, k, v = grads[i]
+            return join_qkv(q, k, v, *split, *batch)
         return split_qkv(tensors.t[i].view(point.tokens, key_heads, -1), *split, *batch)
 
     def parts(i: int, transpose: bool) -> Any:

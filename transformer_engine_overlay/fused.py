@@ -8,7 +8,7 @@ mode, is made of calls of `rotate_thd` and copies, with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +86,9 @@ def apply_rotary_pos_emb_thd_qk(
         *(freqs, freqs if k_freqs is None else k_freqs, cu_seqlens, start_positions),
         *(interleaved, cp_size, cp_rank, False),
     )
-    rotate = torch.ops.transformer_engine_overlay.rotate_qk if is_in_graph() else _RotateQk.apply
+    rotate: Callable[..., Any] = (
+        torch.ops.transformer_engine_overlay.rotate_qk if is_in_graph() else _RotateQk.apply
+    )
     result: Pair = rotate(q, k, *batch)
     return result
 
@@ -135,7 +137,9 @@ def apply_fused_qkv_rotary_pos_emb_thd(
     """
     split = checks.check_split(qkv, qkv_split_arg_list)
     batch = (q_freqs, k_freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, False)
-    rotate = torch.ops.transformer_engine_overlay.split_qkv if is_in_graph() else _SplitQkv.apply
+    rotate: Callable[..., Any] = (
+        torch.ops.transformer_engine_overlay.split_qkv if is_in_graph() else _SplitQkv.apply
+    )
     result: Triple = rotate(qkv, *split, *batch)
     return result
 
@@ -183,7 +187,7 @@ def join_qkv(
     batch = Batch(*arguments)
     qkv = _new(k, (*k.shape[:2], width + d + d_v))
     targets = _parts(qkv, width, d)
-    sources = (q.unflatten(1, targets[0].shape[1:3]), k.unsqueeze(2), v.unsqueeze(2))
+    sources = (torch.unflatten(q, 1, targets[0].shape[1:3]), k.unsqueeze(2), v.unsqueeze(2))
     if _may_fuse(k) and _fused(sources, targets, batch):
         return qkv
     targets[0].copy_(batch.rotate("grad_q", q, batch.q_freqs).view(targets[0].shape))
@@ -195,7 +199,7 @@ def join_qkv(
 def _parts(qkv: torch.Tensor, width: int, d: int) -> Triple:
     """Return views ``[t, h, heads, dim]`` of the parts."""
     query, rest = qkv[..., :width], qkv[..., width:]
-    return query.unflatten(2, (width // d, d)), rest[..., None, :d], rest[..., None, d:]
+    return torch.unflatten(query, 2, (width // d, d)), rest[..., None, :d], rest[..., None, d:]
 
 
 def _may_fuse(t: object) -> bool:

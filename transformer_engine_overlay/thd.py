@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,7 +90,9 @@ def apply_rotary_pos_emb_thd(
     operator ``transformer_engine_overlay::rotate_thd`` (torch 2.4 and later), with the same bits.
     Transforms of ``torch.func`` and graph tracing by ``make_fx`` are not supported.
     """
-    rotate = torch.ops.transformer_engine_overlay.rotate_thd if is_in_graph() else _ThdRope.apply
+    rotate: Callable[..., Any] = (
+        torch.ops.transformer_engine_overlay.rotate_thd if is_in_graph() else _ThdRope.apply
+    )
     result: torch.Tensor = rotate(
         t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, False
     )

@@ -28,7 +28,11 @@ class PartReader {
     if (!read_strides(from, &in) || !read_strides(to, &out)) return false;
     *dim = static_cast<int32_t>(from.shape[3]);
     if (*dim == 0) return true;  // absent
-    *part = {from.data, to.data, in, out, static_cast<int32_t>(from.shape[1]),
+    *part = {from.data,
+             to.data,
+             in,
+             out,
+             static_cast<int32_t>(from.shape[1]),
              static_cast<int32_t>(from.shape[2])};
     return true;
   }
