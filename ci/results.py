@@ -3,7 +3,8 @@
 """Keep the documents' tables as ci/results/*.csv have them: `python ci/results.py [--check]`.
 
 A table stands between the lines `<!-- table: ci/results/NAME.csv -->` and `<!-- end of table -->`;
-`<!-- headline: ... -->` names results of `te-overlay bench kernel`, one a TransformerEngine.
+`<!-- headline: ... -->` names results of `te-overlay bench kernel`, one a TransformerEngine, and
+`<!-- fused: ... -->` one such result.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "README.md", ROOT / "patches" / "PULL_REQUEST.md")
 MARKED = re.compile(
-    r"(?P<open><!-- (?P<kind>table|headline): (?P<csv>[^\n]+?) -->\n)"
+    r"(?P<open><!-- (?P<kind>table|headline|fused): (?P<csv>[^\n]+?) -->\n)"
     r".*?(?P<close><!-- end of table -->)",
     re.DOTALL,
 )
@@ -81,7 +82,27 @@ def headline_table(paths: list[Path]) -> str:
     return "\n".join([*markdown(heads, lines), "", *texts, ""])
 
 
-KINDS = {"table": markdown_table, "headline": headline_table}
+def fused_table(paths: list[Path]) -> str:
+    """Points of fused calls, a line for each direction, us."""
+    facts, rows = read(paths[0])
+    points: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        if row["point"].startswith(("qk/", "qkv/")):
+            times = points.setdefault((row["point"], row["direction"]), {})
+            times[row["provider"]] = float(row["median_us"])
+    heads = ["call", "q heads", "k heads", "d", "tokens", "sequences", "direction"]
+    heads += ["copy", "one launch", "parts", "speed / copy", "speed / parts"]
+    lines = []
+    for (point, direction), times in points.items():
+        call, _, _, tokens, query, dim, _, sequences, *_, key = point.split("/")
+        line = [call, query[1:], key[1:], dim[1:], f"{int(tokens[1:]):,}", sequences[1:], direction]
+        line += [f"{times[name]:.2f}" for name in ("copy", "fused", "parts")]
+        line += [f"{times[name] / times['fused']:.3f}" for name in ("copy", "parts")]
+        lines.append(line)
+    return "\n".join([*markdown(heads, lines), "", provenance(facts), ""])
+
+
+KINDS = {"table": markdown_table, "headline": headline_table, "fused": fused_table}
 
 
 def readable(text: str) -> str:

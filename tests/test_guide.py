@@ -16,7 +16,12 @@ import torch._dynamo
 import transformer_engine_overlay as overlay
 
 ROOT = guide.PAGE.parents[1]
-TORCH_ALONE = ["A packed batch", "Plain torch", "Context parallelism"]
+TORCH_ALONE = [
+    "A packed batch",
+    "Plain torch",
+    "Query, key and value together",
+    "Context parallelism",
+]
 WITH_TE = ["TransformerEngine", "Megatron-LM", "torch.compile"]
 ON_A_GPU = ["CUDA graphs"]
 
