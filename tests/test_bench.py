@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,11 +107,27 @@ def test_command_on_the_cpu(tmp_path: Path) -> None:
     assert len(json.loads(content.read_text())["rows"]) == len(rows) == 8
 
 
+@pytest.mark.parametrize("width", ["20", "80"])
+def test_a_narrow_terminal_cuts_no_number(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel_rows(points: list[Point], *_: Any) -> Iterator[list[bench_kernel.KernelRow]]:
+        times = [1234567.8] * 4
+        for name in ("token_linear", "automatic", "copy"):
+            yield [bench_kernel.KernelRow(points[0].name, name, "forward", *times, 0.5, None, 1.0)]
+
+    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setattr(bench_kernel, "kernel_rows", kernel_rows)
+    status, output = run("kernel", "--device", "cpu", "--filter", "size/.*/t512/h1/.*/n256/")
+    assert status == 0
+    assert output.count("1234567.8") == 3
+    assert "size/bf16/half/t512/h1/d64/r64/n256/equal/smax/cp1  for" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--filter", "nothing like this"), "matches none of 236 points"),
         (("--filter", "("), "is not a regular expression"),
+        (("--filter", "[x][/y]:bug:"), "--filter '[x][/y]:bug:' matches none"),
         (("--provider", "magic"), "'magic' is none of token_linear"),
         (("--csv", "/nowhere/k.csv"), "cannot be written"),
     ],

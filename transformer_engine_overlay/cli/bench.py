@@ -32,6 +32,7 @@ from transformer_engine_overlay.cli.common import (
     enable_or_refuse,
     new_progress,
     print_facts,
+    print_table,
     refuse,
     select_device,
 )
@@ -97,7 +98,7 @@ def kernel_command(
         for group in bench_kernel.kernel_rows(points, where, rounds, provider):
             rows += group
             progress.advance(task)
-    console.print(_kernel_table(rows))
+    print_table(_kernel_table(rows))
     plain = bench.as_dicts(rows)
     if csv_file is not None:
         results.write_csv(csv_file, facts, plain)
@@ -198,6 +199,6 @@ def _measure(
         table.add_column(name.replace("_", "\n"), justify="left" if is_text else "right")
     for row in plain:
         table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    console.print(table)
+    print_table(table)
     if csv_file is not None:
         results.write_csv(csv_file, facts, plain)
