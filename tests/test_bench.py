@@ -13,9 +13,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from transformer_engine_overlay import bench_kernel, bench_plots, bench_points, bench_providers
+from transformer_engine_overlay import (
+    bench,
+    bench_kernel,
+    bench_plots,
+    bench_points,
+    bench_providers,
+)
 from transformer_engine_overlay.bench_points import Point
 from transformer_engine_overlay.cli import app
+from transformer_engine_overlay.cli import bench as cli_bench
 
 CPU = torch.device("cpu")
 
@@ -107,15 +114,57 @@ def test_command_on_the_cpu(tmp_path: Path) -> None:
     assert len(json.loads(content.read_text())["rows"]) == len(rows) == 8
 
 
+def three_groups(points: list[Point], *_: Any) -> Iterator[list[bench_kernel.KernelRow]]:
+    times = [1234567.8] * 4
+    for name in ("token_linear", "automatic", "copy"):
+        yield [bench_kernel.KernelRow(points[0].name, name, "forward", *times, 0.5, None, 1.0)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_run_that_is_broken_off_keeps_its_rows(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel_rows(*arguments: Any) -> Iterator[list[bench_kernel.KernelRow]]:
+        yield from three_groups(*arguments)
+        raise error
+
+    monkeypatch.setattr(bench_kernel, "kernel_rows", kernel_rows)
+    table, content = tmp_path / "k.csv", tmp_path / "k.json"
+    status, output = run(
+        *("kernel", "--device", "cpu", "--filter", "size/.*/t512/h1/"),
+        *("--csv", str(table), "--json", str(content)),
+    )
+    assert status != 0
+    assert output.count("1234567.8") == 3
+    facts, rows = bench_plots.read_rows(table)
+    assert facts["broken off"] == f"by {error.__name__}, after 3 rows"
+    assert len(rows) == len(json.loads(content.read_text())["rows"]) == 3
+
+
+def test_host_times_that_are_broken_off_keep_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bench layer` is made in the same way."""
+
+    def host_rows(*_: Any) -> Iterator[bench.HostRow]:
+        yield bench.HostRow("fused_rope_forward", "plain", 1.0, 2.0, 2.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "host_rows", host_rows)
+    monkeypatch.setattr(cli_bench, "select_device", lambda _: CPU)
+    monkeypatch.setattr(cli_bench, "enable_or_refuse", lambda: None)
+    status, output = run("host", "--csv", str(tmp_path / "h.csv"))
+    assert status != 0
+    assert "fused_rope_forward" in output
+    text = (tmp_path / "h.csv").read_text()
+    assert "# broken off: by KeyboardInterrupt, after 1 rows\n" in text
+    assert text.endswith("fused_rope_forward,plain,1.0,2.0,2.0\n")
+
+
 @pytest.mark.parametrize("width", ["20", "80"])
 def test_a_narrow_terminal_cuts_no_number(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel_rows(points: list[Point], *_: Any) -> Iterator[list[bench_kernel.KernelRow]]:
-        times = [1234567.8] * 4
-        for name in ("token_linear", "automatic", "copy"):
-            yield [bench_kernel.KernelRow(points[0].name, name, "forward", *times, 0.5, None, 1.0)]
-
     monkeypatch.setenv("COLUMNS", width)
-    monkeypatch.setattr(bench_kernel, "kernel_rows", kernel_rows)
+    monkeypatch.setattr(bench_kernel, "kernel_rows", three_groups)
     status, output = run("kernel", "--device", "cpu", "--filter", "size/.*/t512/h1/.*/n256/")
     assert status == 0
     assert output.count("1234567.8") == 3

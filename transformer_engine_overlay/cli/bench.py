@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,18 +94,35 @@ def kernel_command(
         enable_or_refuse()
     facts = environment.describe(where)
     print_facts(facts)
-    rows: list[bench_kernel.KernelRow] = []
-    with new_progress() as progress:
+    with _kept(facts, _kernel_table, csv_file, json_file) as rows, new_progress() as progress:
         task = progress.add_task("measuring", total=len(points))
         for group in bench_kernel.kernel_rows(points, where, rounds, provider):
             rows += group
             progress.advance(task)
-    print_table(_kernel_table(rows))
-    plain = bench.as_dicts(rows)
-    if csv_file is not None:
-        results.write_csv(csv_file, facts, plain)
-    if json_file is not None:
-        results.write_json(json_file, facts, {"rows": plain})
+
+
+@contextmanager
+def _kept(
+    facts: dict[str, str],
+    tabulate: Callable[[list[Any]], Table],
+    csv_file: Path | None,
+    json_file: Path | None = None,
+) -> Iterator[list[Any]]:
+    """Collect rows, print and write them: those of a run that is broken off as well, marked so."""
+    rows: list[Any] = []
+    try:
+        yield rows
+    except BaseException as error:
+        facts["broken off"] = f"by {type(error).__name__}, after {len(rows)} rows"
+        raise
+    finally:
+        if rows:
+            print_table(tabulate(rows))
+            plain = bench.as_dicts(rows)
+            if csv_file is not None:
+                results.write_csv(csv_file, facts, plain)
+            if json_file is not None:
+                results.write_json(json_file, facts, {"rows": plain})
 
 
 def _matching(points: list[bench_points.Point], pattern: str) -> list[bench_points.Point]:
@@ -187,11 +206,17 @@ def _measure(
     enable_or_refuse()
     facts = environment.describe(device)
     print_facts(facts)
-    rows = []
-    with console.status(f"measuring: {title}") as status:
+    with (
+        _kept(facts, partial(_plain_table, title), csv_file) as rows,
+        console.status(f"measuring: {title}") as status,
+    ):
         for row in measure(device):
             rows.append(row)
             status.update(f"measuring: {title}, {len(rows)} done")
+
+
+def _plain_table(title: str, rows: list[Any]) -> Table:
+    """Tabulate rows as they are, a column for each field."""
     plain = bench.as_dicts(rows)
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name, value in plain[0].items():
@@ -199,6 +224,4 @@ def _measure(
         table.add_column(name.replace("_", "\n"), justify="left" if is_text else "right")
     for row in plain:
         table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    print_table(table)
-    if csv_file is not None:
-        results.write_csv(csv_file, facts, plain)
+    return table
