@@ -114,6 +114,15 @@ def test_command_on_the_cpu(tmp_path: Path) -> None:
     assert len(json.loads(content.read_text())["rows"]) == len(rows) == 8
 
 
+def test_a_provider_that_cannot_run_is_named() -> None:
+    status, output = run(
+        *("kernel", "--device", "cpu", "--filter", "size/.*/t512/h1/.*/n16/", "--rounds", "1"),
+        *("--provider", "stock TE", "automatic"),
+    )
+    assert status == 0, output
+    assert "not measured, as it cannot run here: stock TE\n" in output
+
+
 def three_groups(points: list[Point], *_: Any) -> Iterator[list[bench_kernel.KernelRow]]:
     times = [1234567.8] * 4
     for name in ("token_linear", "automatic", "copy"):
@@ -179,9 +188,14 @@ def test_a_narrow_terminal_cuts_no_number(width: str, monkeypatch: pytest.Monkey
         (("--filter", "[x][/y]:bug:"), "--filter '[x][/y]:bug:' matches none"),
         (("--provider", "magic"), "'magic' is none of token_linear"),
         (("--csv", "/nowhere/k.csv"), "cannot be written"),
+        (("--csv", "k.x", "--json", "./k.x"), "--csv and --json are both k.x"),
+        (("--filter", "t65536/h32/"), "points of up to 2097152 elements alone"),
     ],
 )
-def test_command_refuses(arguments: tuple[str, ...], message: str) -> None:
+def test_command_refuses(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     status, output = run("kernel", "--device", "cpu", *arguments)
     assert status == 2
     assert message in " ".join(output.split())

@@ -86,10 +86,14 @@ def kernel_command(
         refuse(f"--provider {sorted(unknown)[0]!r} is none of {names}")
     check_writable("--csv", csv_file)
     check_writable("--json", json_file)
+    if csv_file and json_file and csv_file.resolve() == json_file.resolve():
+        refuse(f"--csv and --json are both {csv_file}: the second would replace the first")
     where = select_device(device)
     if where.type == "cpu":
         console.print("no GPU in use: these are times of the CPU backend, not of the kernels")
         points = [point for point in points if point.elements <= CPU_ELEMENTS]
+        if not points:
+            refuse(f"the CPU backend is timed at points of up to {CPU_ELEMENTS} elements alone")
     elif gate.te_version():
         enable_or_refuse()
     facts = environment.describe(where)
@@ -99,6 +103,8 @@ def kernel_command(
         for group in bench_kernel.kernel_rows(points, where, rounds, provider):
             rows += group
             progress.advance(task)
+    if absent := set(provider or ()) - {row.provider for row in rows}:
+        console.print(f"not measured, as it cannot run here: {', '.join(sorted(absent))}")
 
 
 @contextmanager
