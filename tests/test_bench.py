@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,21 +200,88 @@ def test_command_refuses(
     assert message in " ".join(output.split())
 
 
-def test_plots(tmp_path: Path) -> None:
+HEADLINE = Point("headline", 65536, 32).name
+TAIL = Point("tail", 65536, 32).name
+PLOTTED = ("copy", "token_linear", "stock TE")
+COLUMNS = ("point", "provider", "direction", "median_us", "of_copy", "megabytes")
+
+
+def result_lines(point: str = HEADLINE, providers: tuple[str, ...] = PLOTTED) -> list[str]:
+    return [
+        f"{point},{provider},{direction},100.0,0.9,1074.0"
+        for provider in providers
+        for direction in bench_kernel.DIRECTIONS
+    ]
+
+
+def run_plot(folder: Path, lines: list[str]) -> tuple[int, str]:
     pytest.importorskip("matplotlib")
-    point = Point("headline", 65536, 32).name
-    with (tmp_path / "k.csv").open("w", newline="") as file:
-        file.write("# device: a GPU\n")
-        writer = csv.writer(file)
-        writer.writerow(["point", "provider", "direction", "median_us", "of_copy", "megabytes"])
-        for provider in ("copy", "token_linear", "stock TE"):
-            for direction in bench_kernel.DIRECTIONS:
-                writer.writerow([point, provider, direction, 100.0, 0.9, 1074.0])
-    status, output = run("plot", str(tmp_path / "k.csv"), "--out", str(tmp_path / "plots"))
+    text = "\n".join(["# device: a GPU", ",".join(COLUMNS), *lines])
+    (folder / "k.csv").write_text(text)
+    status, output = run("plot", str(folder / "k.csv"), "--out", str(folder / "plots [1]"))
+    return status, " ".join(output.split())
+
+
+def test_plots(tmp_path: Path) -> None:
+    status, output = run_plot(tmp_path, result_lines())
     assert status == 0, output
     for name in bench_plots.PLOTS:
-        assert (tmp_path / "plots" / f"k-{name}.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "empty.csv").write_text("# device: a GPU\npoint,provider,direction\n")
-    status, output = run("plot", str(tmp_path / "empty.csv"), "--out", str(tmp_path))
+        assert f"plots [1]/k-{name}.png" in output
+        assert (tmp_path / "plots [1]" / f"k-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_there_is_is_plotted(tmp_path: Path) -> None:
+    """No headline point is no reason to plot nothing else."""
+    status, output = run_plot(tmp_path, result_lines(Point("shape", 16384, 8).name))
+    assert status == 0, output
+    assert "nothing to plot as sequences: no headline points" in output
+    assert (tmp_path / "plots [1]" / "k-fractions.png").exists()
+
+
+PLOT_REFUSALS = {
+    "no rows": ([], "nothing to plot as sequences: no headline points; nothing to plot as frac"),
+    "the copy alone": (result_lines(TAIL), "no points but those of a copy, or of tail rows"),
+    "a row cut short": (
+        [*result_lines()[:-1], f"{HEADLINE},stock TE,backward"],
+        "median_us of row 6 is None, and must be a positive number; is the file cut short?",
+    ),
+    "a word for a number": ([f"{HEADLINE},copy,forward,fast,0.9,1"], "row 1 is 'fast'"),
+    "no number": ([f"{HEADLINE},copy,forward,1,nan,1"], "of_copy of row 1 is 'nan'"),
+    "zero": ([f"{HEADLINE},copy,forward,1,1,0"], "megabytes of row 1 is '0'"),
+    "no provider": ([f"{HEADLINE},,forward,1,1,1"], "row 1 has no provider"),
+    "two runs": (result_lines() * 2, "row 7 is there twice: ('headline/"),
+    "a result of another command": (["fused_rope_forward,plain"], "row 1 has no direction"),
+    "a cut between the directions": (result_lines(TAIL)[:1], "no headline points"),
+    "NUL": ([f"{HEADLINE},copy,forward,1\0,1,1"], "k.csv is not as `bench kernel` writes it"),
+}
+
+
+@pytest.mark.parametrize("name", PLOT_REFUSALS)
+def test_plot_refuses(name: str, tmp_path: Path) -> None:
+    lines, message = PLOT_REFUSALS[name]
+    status, output = run_plot(tmp_path, lines)
+    assert status == 2, output
+    assert message in output
+
+
+def test_a_direction_alone_is_no_forward_plus_backward(tmp_path: Path) -> None:
+    other = Point("headline", 65536, 32, sequences=8).name
+    status, output = run_plot(tmp_path, [*result_lines()[:-1], *result_lines(other)[::2]])
+    assert status == 0, output
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = pyplot.figure(pyplot.get_fignums()[-2]).axes[0].get_lines()
+    assert [line.get_label() for line in drawn] == ["token-linear", "copy of the same bytes"]
+    assert all(list(line.get_xdata()) == [1] for line in drawn)
+    assert all(list(line.get_ydata()) == [0.2] for line in drawn)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("k.csv", "the folder cannot be made"), ("k.csv/x", "the folder cannot be made"), (".", "k-")],
+)
+def test_plot_names_what_cannot_be_written(where: str, message: str, tmp_path: Path) -> None:
+    run_plot(tmp_path, result_lines())
+    (tmp_path / "k-sequences.png").mkdir()
+    status, output = run("plot", str(tmp_path / "k.csv"), "--out", str(tmp_path / where))
     assert status == 2
-    assert "nothing to plot" in " ".join(output.split())
+    assert message in " ".join(output.split())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
@@ -178,14 +179,27 @@ def plot_command(
         refuse("plots need matplotlib: pip install 'transformer-engine-overlay[bench]'")
     if not csv_file.is_file():
         refuse(f"{csv_file} is not a file; write one with `te-overlay bench kernel --csv`")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--out {folder}: the folder cannot be made: {error.strerror}")
+    nothing = []
     for name, plot in bench_plots.PLOTS.items():
         target = folder / f"{csv_file.stem}-{name}.png"
         try:
             plot(csv_file, target)
-        except (KeyError, ValueError) as error:
-            refuse(f"{csv_file} holds nothing to plot as {name}: {error!r}")
-        console.print(f"wrote {target}", highlight=False)
+        except bench_plots.NothingToPlotError as error:
+            nothing.append(f"nothing to plot as {name}: {error}")
+        except (ValueError, csv.Error) as error:
+            refuse(f"{csv_file} is not as `bench kernel` writes it: {error}")
+        except OSError as error:
+            refuse(f"{error.filename}: {error.strerror}")
+        else:
+            console.print(f"wrote {target}", highlight=False, soft_wrap=True)
+    if len(nothing) == len(bench_plots.PLOTS):
+        refuse(f"{csv_file}: {'; '.join(nothing)}")
+    for text in nothing:
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 @app.command("host")
