@@ -22,23 +22,60 @@ STYLES = {
 }
 
 
+KEYS = ("point", "provider", "direction")
+NUMBERS = ("median_us", "of_copy", "megabytes")
+
+
+class NothingToPlotError(ValueError):
+    """A result file has no point of the kind that a plot shows."""
+
+
 def read_rows(path: Path) -> tuple[dict[str, str], list[Row]]:
-    """Return the facts and the rows of a result file."""
+    """Return the facts and the rows of a result file.
+
+    Raises
+    ------
+    ValueError
+        If a row lacks a name, has a number that is none, or is there twice; it says which.
+    """
     lines = path.read_text(encoding="utf-8").splitlines()
-    facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
-    return facts, list(csv.DictReader(line for line in lines if not line.startswith("# ")))
+    facts = dict(line[2:].partition(": ")[::2] for line in lines if line.startswith("# "))
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("# ")))
+    seen = set()
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in KEYS if not row.get(name)]:
+            raise ValueError(f"row {number} has no {missing[0]}")
+        for name in NUMBERS:
+            if not _is_positive(row.get(name)):
+                raise ValueError(
+                    f"{name} of row {number} is {row.get(name)!r}, and must be a positive number; "
+                    "is the file cut short?"
+                )
+        key = tuple(row[name] for name in KEYS)
+        if key in seen:
+            raise ValueError(f"row {number} is there twice: {key}; is the file of one run?")
+        seen.add(key)
+    return facts, rows
+
+
+def _is_positive(value: str | None) -> bool:
+    try:
+        return 0.0 < float(value or "") < float("inf")
+    except ValueError:
+        return False
 
 
 def plot_sequences(path: Path, target: Path) -> None:
     """Plot forward plus backward over the number of sequences, one panel a shape."""
     facts, rows = read_rows(path)
-    panels: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in rows:
-        found = SEQUENCES.search(row["point"])
-        if row["point"].startswith("headline/") and found and row["provider"] in STYLES:
-            series = panels[SEQUENCES.sub("/", row["point"])][row["provider"]]
-            count = int(found[1])
-            series[count] = series.get(count, 0.0) + float(row["median_us"]) / 1e3
+        times[row["point"], row["provider"]].append(float(row["median_us"]) / 1e3)
+    panels: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for (point, provider), both in times.items():
+        found = SEQUENCES.search(point)
+        if point.startswith("headline/") and found and provider in STYLES and len(both) == 2:
+            panels[SEQUENCES.sub("/", point)][provider][int(found[1])] = sum(both)
     figure, axes = _new_figure(len(panels))
     for ax, (shape, providers) in zip(axes, panels.items(), strict=True):
         for provider, (color, marker, label) in STYLES.items():
@@ -56,19 +93,21 @@ def plot_sequences(path: Path, target: Path) -> None:
 def plot_fractions(path: Path, target: Path) -> None:
     """Plot the fraction of a copy's speed over the bytes moved, one dot a point."""
     facts, rows = read_rows(path)
+    series: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row["direction"] == "forward" and not row["point"].startswith("tail/"):
+            series[row["provider"]].append((float(row["megabytes"]), float(row["of_copy"])))
+    shown = {name: series[name] for name in STYLES if name in series and name != "copy"}
+    if not shown:
+        raise NothingToPlotError("no points but those of a copy, or of tail rows")
     figure, axes = _new_figure(1)
-    for provider, (color, marker, label) in STYLES.items():
-        dots = [
-            (float(row["megabytes"]), float(row["of_copy"]))
-            for row in rows
-            if row["provider"] == provider
-            and row["direction"] == "forward"
-            and not row["point"].startswith("tail/")
-        ]
-        if dots and provider != "copy":
-            axes[0].scatter(*zip(*dots, strict=True), s=14, color=color, marker=marker, label=label)
+    for provider, dots in shown.items():
+        color, marker, label = STYLES[provider]
+        axes[0].scatter(*zip(*dots, strict=True), s=14, color=color, marker=marker, label=label)
+    highest = max(fraction for dots in shown.values() for _, fraction in dots)
     axes[0].axhline(1.0, color="#555555", linewidth=1)
-    axes[0].set(xscale="log", ylim=(0, 1.1), xlabel="MB that must be moved", ylabel="speed / copy")
+    axes[0].set(xscale="log", xlabel="MB that must be moved", ylabel="speed / copy")
+    axes[0].set_ylim(0, max(1.1, 1.05 * highest))
     axes[0].grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     _save(figure, target, facts, "fraction of a copy's speed, forward, all named points")
@@ -79,7 +118,7 @@ PLOTS = {"sequences": plot_sequences, "fractions": plot_fractions}
 
 def _new_figure(panels: int) -> tuple[Any, Sequence[Any]]:
     if panels == 0:
-        raise ValueError("no headline points")
+        raise NothingToPlotError("no headline points")
     import matplotlib as mpl
 
     mpl.use("Agg")

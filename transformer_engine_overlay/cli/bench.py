@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +35,7 @@ from transformer_engine_overlay.cli.common import (
     enable_or_refuse,
     new_progress,
     print_facts,
+    print_table,
     refuse,
     select_device,
 )
@@ -83,26 +87,49 @@ def kernel_command(
         refuse(f"--provider {sorted(unknown)[0]!r} is none of {names}")
     check_writable("--csv", csv_file)
     check_writable("--json", json_file)
+    if csv_file and json_file and csv_file.resolve() == json_file.resolve():
+        refuse(f"--csv and --json are both {csv_file}: the second would replace the first")
     where = select_device(device)
     if where.type == "cpu":
         console.print("no GPU in use: these are times of the CPU backend, not of the kernels")
         points = [point for point in points if point.elements <= CPU_ELEMENTS]
+        if not points:
+            refuse(f"the CPU backend is timed at points of up to {CPU_ELEMENTS} elements alone")
     elif gate.te_version():
         enable_or_refuse()
     facts = environment.describe(where)
     print_facts(facts)
-    rows: list[bench_kernel.KernelRow] = []
-    with new_progress() as progress:
+    with _kept(facts, _kernel_table, csv_file, json_file) as rows, new_progress() as progress:
         task = progress.add_task("measuring", total=len(points))
         for group in bench_kernel.kernel_rows(points, where, rounds, provider):
             rows += group
             progress.advance(task)
-    console.print(_kernel_table(rows))
-    plain = bench.as_dicts(rows)
-    if csv_file is not None:
-        results.write_csv(csv_file, facts, plain)
-    if json_file is not None:
-        results.write_json(json_file, facts, {"rows": plain})
+    if absent := set(provider or ()) - {row.provider for row in rows}:
+        console.print(f"not measured, as it cannot run here: {', '.join(sorted(absent))}")
+
+
+@contextmanager
+def _kept(
+    facts: dict[str, str],
+    tabulate: Callable[[list[Any]], Table],
+    csv_file: Path | None,
+    json_file: Path | None = None,
+) -> Iterator[list[Any]]:
+    """Collect rows, print and write them: those of a run that is broken off as well, marked so."""
+    rows: list[Any] = []
+    try:
+        yield rows
+    except BaseException as error:
+        facts["broken off"] = f"by {type(error).__name__}, after {len(rows)} rows"
+        raise
+    finally:
+        if rows:
+            print_table(tabulate(rows))
+            plain = bench.as_dicts(rows)
+            if csv_file is not None:
+                results.write_csv(csv_file, facts, plain)
+            if json_file is not None:
+                results.write_json(json_file, facts, {"rows": plain})
 
 
 def _matching(points: list[bench_points.Point], pattern: str) -> list[bench_points.Point]:
@@ -152,14 +179,27 @@ def plot_command(
         refuse("plots need matplotlib: pip install 'transformer-engine-overlay[bench]'")
     if not csv_file.is_file():
         refuse(f"{csv_file} is not a file; write one with `te-overlay bench kernel --csv`")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--out {folder}: the folder cannot be made: {error.strerror}")
+    nothing = []
     for name, plot in bench_plots.PLOTS.items():
         target = folder / f"{csv_file.stem}-{name}.png"
         try:
             plot(csv_file, target)
-        except (KeyError, ValueError) as error:
-            refuse(f"{csv_file} holds nothing to plot as {name}: {error!r}")
-        console.print(f"wrote {target}", highlight=False)
+        except bench_plots.NothingToPlotError as error:
+            nothing.append(f"nothing to plot as {name}: {error}")
+        except (ValueError, csv.Error) as error:
+            refuse(f"{csv_file} is not as `bench kernel` writes it: {error}")
+        except OSError as error:
+            refuse(f"{error.filename}: {error.strerror}")
+        else:
+            console.print(f"wrote {target}", highlight=False, soft_wrap=True)
+    if len(nothing) == len(bench_plots.PLOTS):
+        refuse(f"{csv_file}: {'; '.join(nothing)}")
+    for text in nothing:
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 @app.command("host")
@@ -186,11 +226,17 @@ def _measure(
     enable_or_refuse()
     facts = environment.describe(device)
     print_facts(facts)
-    rows = []
-    with console.status(f"measuring: {title}") as status:
+    with (
+        _kept(facts, partial(_plain_table, title), csv_file) as rows,
+        console.status(f"measuring: {title}") as status,
+    ):
         for row in measure(device):
             rows.append(row)
             status.update(f"measuring: {title}, {len(rows)} done")
+
+
+def _plain_table(title: str, rows: list[Any]) -> Table:
+    """Tabulate rows as they are, a column for each field."""
     plain = bench.as_dicts(rows)
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name, value in plain[0].items():
@@ -198,6 +244,4 @@ def _measure(
         table.add_column(name.replace("_", "\n"), justify="left" if is_text else "right")
     for row in plain:
         table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    console.print(table)
-    if csv_file is not None:
-        results.write_csv(csv_file, facts, plain)
+    return table

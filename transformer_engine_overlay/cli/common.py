@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,14 +14,19 @@ import typer
 import typer.core
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from transformer_engine_overlay import OverlayError, _native, enable, status
 
-console = Console()
+# Names of files and devices come as they are: brackets in them are no markup, colons no emoji.
+new_console = partial(Console, markup=False, emoji=False)
+console = new_console()
 
 # A mismatch is 1; a command line or a machine that cannot run the job is 2.
 EXIT_MISMATCH = 1
 EXIT_USAGE = 2
+
+MAX_TABLE_WIDTH = 1000  # in characters; none of ours is as wide
 
 
 class DeviceChoice(str, Enum):
@@ -59,9 +65,8 @@ class SpreadCommand(typer.core.TyperCommand):
 
 def refuse(message: str) -> NoReturn:
     """End the command with a message and exit status 2."""
-    # Paths come as they are: brackets in them are no markup, and colons no emoji.
-    Console(stderr=True, emoji=False).print(
-        f"te-overlay: {message}", style="red", markup=False, highlight=False
+    new_console(stderr=True).print(
+        f"te-overlay: {message}", style="red", highlight=False, soft_wrap=True
     )
     raise typer.Exit(EXIT_USAGE)
 
@@ -113,6 +118,13 @@ def print_facts(facts: Mapping[str, str]) -> None:
     """Print names and values in two columns."""
     for name, text in facts.items():
         console.print(f"{name:>26}  {text}", highlight=False, soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """Print a table whole: where the terminal is narrow its lines go on, and no number is cut."""
+    options = console.options.update(max_width=MAX_TABLE_WIDTH)
+    needed = console.measure(table, options=options).maximum
+    new_console(width=max(console.width, needed)).print(table)
 
 
 def new_progress() -> Progress:

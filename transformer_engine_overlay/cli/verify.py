@@ -25,6 +25,7 @@ from transformer_engine_overlay.cli.common import (
     enable_or_refuse,
     new_progress,
     print_facts,
+    print_table,
     select_device,
 )
 
@@ -157,7 +158,7 @@ def verify_command(
     facts = environment.describe(target)
     print_facts(facts)
     report = job.run()
-    console.print(report_table(report, target))
+    print_table(report_table(report, target))
     print_verdict(report, job)
     if json_file is not None:
         results.write_json(json_file, facts, {"seed": seed, **report.to_json()})
