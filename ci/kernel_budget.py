@@ -33,7 +33,7 @@ from sass_contraction import Kernel
 BUDGET = Path(__file__).parent / "kernel_budget.csv"
 NAMES = ["chip", "kernel", "dtype", "pairing", "direction"]
 FIGURES = ["registers", "stack", "shared", "spills", "split_stores"]
-SIZE_LIMIT = 20_000_000  # bytes, of the module and hence of the wheel
+SIZE_LIMIT = 20_000_000  # bytes of the wheel, which holds the packed module and little else
 # The host's code differs between compilers, Pythons and releases of nanobind; it is about 3% of the
 # module and 10% of the packed one.
 SIZE_ALLOWANCE = 1.05
@@ -69,19 +69,21 @@ def chip_number(chip: str) -> int:
 
 def key_of(symbol: re.Match[str], chip: str) -> Key:
     """A kernel by the words of the sources: `narrow2` is the narrow one with 2 heads in flight."""
-    interleaved, transpose, *shape = variant(symbol)
+    interleaved, *shape = variant(symbol)
     name = re.sub(r"^thd_(token_linear_)?|_?kernel$", "", symbol["kernel"]) or "scalar"
+    direction = "both"
+    if not name.startswith("fused"):
+        direction = "backward" if shape.pop(0) == "1" else "forward"
     pairing = "interleaved" if interleaved == "1" else "half-split"
-    direction = "backward" if transpose == "1" else "forward"
     return chip, name + "".join(shape), DTYPES[symbol["dtype"]], pairing, direction
 
 
 def vectors_in_flight(key: Key) -> int:
     """How many 16-byte vectors a lane of a vector kernel loads at a time; 0 for other kernels."""
     _, name, _, pairing, _ = key
-    if narrow := re.fullmatch(r"narrow(\d+)", name):
-        return int(narrow[1]) * (1 if pairing == "interleaved" else 2)
-    if name.startswith("wide"):
+    if narrow := re.fullmatch(r"(?:fused_qkv_)?narrow_?(\d*)", name):
+        return int(narrow[1] or 2) * (1 if pairing == "interleaved" else 2)
+    if re.fullmatch(r"(fused_qkv_)?wide_?\d+", name):
         return 4
     if name not in ("scalar", "legacy_grid"):
         raise SystemExit(f"unknown kernel {name}: say in vectors_in_flight() what it has in flight")
@@ -128,7 +130,7 @@ def split_stores(key: Key, text: str) -> int:
     """
     if not vectors_in_flight(key):
         return 0
-    meant = 2 if key[1].startswith("narrow") else 0
+    meant = 2 if "narrow" in key[1] else 0
     return (
         sum(not re.search(r"\.(128|256)", one) for one in re.findall(r"\bSTG\.\S+", text)) - meant
     )
@@ -199,7 +201,7 @@ def compare(build: Build, budget: Build) -> Iterator[str]:
 def compare_sizes(build: Build, budget: Build) -> Iterator[str]:
     """Where a module is larger than it may be: than the budget's, if it has the same chips."""
     for name, size in build.sizes.items():
-        most = SIZE_LIMIT
+        most = SIZE_LIMIT if name == "packed" else size
         if build.nvcc == budget.nvcc and build.chips == budget.chips:
             most = min(most, int(budget.sizes[name] * SIZE_ALLOWANCE))
         if size > most:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 KERNEL = re.compile(
     r"\d+(?P<kernel>fused_rope_(?:thd_linear_grid_)?(?:forward|backward)_kernel"
-    r"|thd_(?:token_linear|legacy_grid)[a-z_]*_kernel)"
+    r"|thd_(?:token_linear|legacy_grid|fused_qkv)[a-z_]*_kernel)"
     r"I(?P<dtype>f|6__half|13__nv_bfloat16)(?P<variant>(?:L[a-z]\d+E)*)EEv"
 )
 DTYPES = {"f": "float32", "6__half": "float16", "13__nv_bfloat16": "bfloat16"}

@@ -101,3 +101,31 @@ def test_by_address(which: int, offset: int) -> None:
     addresses = list(CLEAN)
     addresses[which] += offset
     assert body(8, 128, 128, addresses=(addresses[0], addresses[1], addresses[2])) == SCALAR
+
+
+NONE = -1
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ((BF16, False, 1, 1, 64, 64, 64), NARROW2),
+        ((BF16, False, 4, 1, 128, 128, 128), NARROW2),  # 80 vectors
+        ((BF16, False, 6, 1, 128, 128, 128), WIDE32),  # 112
+        ((BF16, True, 6, 1, 128, 128, 128), WIDE32),
+        ((BF16, False, 16, 2, 128, 128, 128), WIDE32),  # 288
+        ((BF16, False, 16, 4, 128, 128, 128), WIDE64),  # 320
+        ((FP32, False, 8, 2, 128, 128, 128), WIDE64),
+        ((FP16, False, 1, 1, 1024, 1024, 8), WIDE64),  # more columns than a warp has lanes
+        ((BF16, False, 2, 2, 64, 64, 0), NARROW2),
+        ((BF16, False, 2, 2, 64, 64, 20), NONE),  # the value is no whole vectors
+        ((BF16, False, 2, 2, 100, 64, 64), NONE),  # nor are the heads
+        ((BF16, False, 2, 2, 64, 8, 64), NONE),  # nor is half of d2
+        ((BF16, True, 2, 2, 64, 8, 64), NARROW2),
+        ((BF16, False, 2, 2, 64, 0, 64), NONE),
+        ((BF16, False, 1, 1, 16384, 16384, 8), NONE),  # too many angles
+        ((BF16, False, 2**14, 2**14, 128, 128, 128), NONE),  # rows of 2^22 elements and more
+    ],
+)
+def test_fused_calls(call: tuple[int, bool, int, int, int, int, int], expected: int) -> None:
+    assert _native.choose_fused_body(*call) == expected

@@ -99,9 +99,9 @@ class TestComparison:
         assert problem == "packed: 526 bytes, more than 525"
         build.chips = ["sm_80", "sm_90"]  # other code: the limit only
         assert not list(script.compare_sizes(build, budget))
-        build.sizes["module"] = 20_000_001
+        build.sizes["packed"] = 20_000_001
         (problem,) = script.compare_sizes(build, budget)
-        assert problem == "module: 20,000,001 bytes, more than 20,000,000"
+        assert problem == "packed: 20,000,001 bytes, more than 20,000,000"
 
     def test_update_refuses_new_flaws_and_lost_chips(self, script: ModuleType) -> None:
         budget = build_of(script)

@@ -76,6 +76,16 @@ def choose_body(
     strides: tuple[int, int, int],
     addresses: tuple[int, int, int],
 ) -> int: ...
+def choose_fused_body(
+    dtype: int,
+    interleaved: bool,
+    query_heads: int,
+    key_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    value_dim: int,
+    /,
+) -> int: ...
 def locate_tokens(
     cu_seqlens: int,
     start_positions: int,

@@ -86,6 +86,21 @@ int choose_body_for(int dtype, bool interleaved, int32_t num_heads, int32_t head
   return static_cast<int>(choose_body(params));
 }
 
+// The body for a fused call of contiguous parts, or -1 where the fused kernels do not take it.
+int choose_fused_body_for(int dtype, bool interleaved, int32_t query_heads, int32_t key_heads,
+                          int32_t head_dim, int32_t rotary_dim, int32_t value_dim) {
+  FusedQkvParams params{};
+  params.query = {nullptr, nullptr, {0, 0, head_dim}, {0, 0, head_dim}, 1, query_heads};
+  params.key = {nullptr, nullptr, {0, 0, head_dim}, {0, 0, head_dim}, 1, key_heads};
+  params.value = {nullptr, nullptr, {0, value_dim, 0}, {0, value_dim, 0}, key_heads, 1};
+  params.head_dim = head_dim;
+  params.rotary_dim = rotary_dim;
+  params.value_dim = value_dim;
+  params.dtype = static_cast<DataType>(dtype);
+  params.interleaved = interleaved;
+  return fits_fused_kernels(params) ? static_cast<int>(choose_fused_body(params)) : -1;
+}
+
 // Owner and table row of each local token, written to int64 arrays on the host. `warp_wide`
 // searches as a warp does, its lanes one after the other.
 void locate_tokens(uintptr_t cu_seqlens, uintptr_t start_positions, int32_t num_sequences,
@@ -178,6 +193,7 @@ NB_MODULE(_native, m) {
   m.def("choose_body", &choose_body_for, nb::arg("dtype"), nb::arg("interleaved"),
         nb::arg("num_heads"), nb::arg("head_dim"), nb::arg("rotary_dim"), nb::arg("strides"),
         nb::arg("addresses"));
+  m.def("choose_fused_body", &choose_fused_body_for);
   m.def("locate_tokens", &locate_tokens);
   m.def("cuda_versions", [] {
     const CudaVersions versions = cuda_versions();

@@ -15,8 +15,8 @@
 namespace transformer_engine {
 namespace thd_rope {
 
-// The angles that make rotate_pair<false>() apply the transposed matrix: it multiplies the sines by
-// the partners in another order, and the signs of a product are free.
+// The angles that make rotate_pair<false>() apply the transposed matrix, bit for bit: the sines
+// change places and signs, and a sign does not change how a product is rounded.
 __device__ __forceinline__ PairAngles oriented(const PairAngles &a, bool transpose) {
   return transpose ? PairAngles{a.cos_first, -a.sin_second, a.cos_second, -a.sin_first} : a;
 }

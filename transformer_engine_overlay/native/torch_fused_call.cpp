@@ -65,8 +65,9 @@ class PartReader {
       if (view.shape[i] > kMaxRowExtent || stride(i) > INT32_MAX) return false;
       span += (view.shape[i] - 1) * stride(i);
     }
+    const int64_t heads = view.shape[1] * view.shape[2];
     *strides = {stride(0), static_cast<int32_t>(stride(1)), static_cast<int32_t>(stride(2))};
-    return span <= INT32_MAX && view.shape[1] * view.shape[2] <= kMaxRowExtent;
+    return span <= INT32_MAX && heads <= kMaxRowExtent && heads * stride(2) <= INT32_MAX;
   }
 
   int32_t device_ = kOtherDevice;
