@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from packed import boundaries, randn, random_table
+from programs import run_python
 
 from transformer_engine_overlay import _native, apply_rotary_pos_emb_thd, path_counts
 from transformer_engine_overlay.thd import rotate_thd
@@ -301,12 +302,5 @@ def test_no_third_way_to_read_a_tensor() -> None:
         "import torch\nfrom transformer_engine_overlay import apply_rotary_pos_emb_thd as f\n"
         "f(torch.zeros(1, 1, 2), torch.zeros(1, 1, 1, 2), torch.zeros(2, dtype=torch.int32))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TE_OVERLAY_DLPACK": "no"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(code, status=1, TE_OVERLAY_DLPACK="no")
     assert done.stderr.endswith("TE_OVERLAY_DLPACK is 'no'; it must be 1, 0 or unset\n")

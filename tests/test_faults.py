@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 from packed import boundaries, randn, random_table
+from programs import run_python
 
 from transformer_engine_overlay import _native, apply_rotary_pos_emb_thd, faults
 
@@ -160,10 +159,8 @@ def test_the_last_call_of_a_process_is_reported_at_its_exit(device: torch.device
         " torch.tensor([0, 4], dtype=torch.int32, device=d))\n"
         "if d.type == 'cuda': torch.cuda.synchronize()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/"
-    )
-    assert "met wrong packing: sequence 0 has a token at position" in done.stderr
+    told = run_python(program).stderr
+    assert "met wrong packing: sequence 0 has a token at position" in told
 
 
 def test_at_exit_an_error_hides_no_other_device(
@@ -195,7 +192,4 @@ def test_a_forked_child_leaves_the_records_of_devices_alone(
         "child = os.fork()\n"
         "assert child == 0 or os.waitpid(child, 0)[1] == 0\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/"
-    )
-    assert done.stdout == "report " * reports
+    assert run_python(program).stdout == "report " * reports

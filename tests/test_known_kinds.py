@@ -7,17 +7,15 @@ README.md beside this file says which test stands for which kind.
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from packed import DTYPES, PAIRINGS, boundaries, randn, random_table
-from test_router import Format, OriginalCalledError, original
+from programs import run_python
+from stub_fixtures import Format, OriginalCalledError, original
 from test_router import arguments as routed_arguments
 
 from transformer_engine_overlay import _native, apply_rotary_pos_emb_thd, router
@@ -156,25 +154,12 @@ def test_k32_int64_metadata_are_refused_not_misread(device: torch.device) -> Non
     assert (y != 0).any(dim=(1, 2)).all()
 
 
-def run_python(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("order", ["torch, overlay", "overlay, torch"])
 def test_p01_imports_in_any_order(order: str) -> None:
     names = order.replace("overlay", "transformer_engine_overlay as overlay")
     code = f"import sys\nimport {names}\n"
     code += "print(overlay.status().enabled, 'transformer_engine' in sys.modules)"
-    assert run_python(code).split() == ["False", "False"]
+    assert run_python(code).stdout.split() == ["False", "False"]
 
 
 def extension() -> bytes:
@@ -205,7 +190,8 @@ def test_p09_import_needs_no_toolkit() -> None:
         "print(y.tolist())"
     )
     assert (
-        run_python(code, PATH="", CUDA_HOME="/nowhere", CUDA_PATH="/nowhere") == "[[[1.0, 1.0]]]\n"
+        run_python(code, PATH="", CUDA_HOME="/nowhere", CUDA_PATH="/nowhere").stdout
+        == "[[[1.0, 1.0]]]\n"
     )
 
 

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from programs import run_python
 
 from transformer_engine_overlay import _native, apply_rotary_pos_emb_thd
 
@@ -76,11 +75,7 @@ print("reported")
 
 
 def test_first_call_in_a_capture_reports_what_a_replay_meets() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd="/", check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "reported" in done.stdout
+    assert "reported" in run_python(PROGRAM).stdout
 
 
 def test_many_faults_at_once_leave_one_whole_record() -> None:
@@ -109,9 +104,6 @@ if child:
 
 
 def test_a_forked_child_ends_well_and_leaves_the_fault_to_its_parent() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORK], capture_output=True, text=True, cwd="/", check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(FORK)
     assert "child 0" in done.stdout
     assert done.stderr.count("freqs has 60 rows") == 1

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from programs import run_python
 from typer.testing import CliRunner
 
 import transformer_engine_overlay as overlay
@@ -53,18 +51,10 @@ def test_bench_host() -> None:
     assert "fused_rope_backward" in result.output
 
 
-def test_activation_by_the_variable(tmp_path: Path) -> None:
+def test_activation_by_the_variable() -> None:
     code = (
         "import transformer_engine.pytorch, transformer_engine_overlay as overlay\n"
         "s = overlay.status()\nassert s.enabled, s\nprint(s.te_version, s.activation)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TE_OVERLAY_ENABLE": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(code, TE_OVERLAY_ENABLE="1")
     assert "the start-up hook ran" in done.stdout
