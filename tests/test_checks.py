@@ -304,3 +304,13 @@ def test_no_third_way_to_read_a_tensor() -> None:
     )
     done = run_python(code, status=1, TE_OVERLAY_DLPACK="no")
     assert done.stderr.endswith("TE_OVERLAY_DLPACK is 'no'; it must be 1, 0 or unset\n")
+
+
+@pytest.mark.parametrize("variable", ["TE_OVERLAY_DLPACK", "NVTE_FUSED_ROPE_THD_TOKEN_LINEAR"])
+def test_a_value_that_is_no_text_is_named(variable: str) -> None:
+    code = (
+        "import os, torch\nfrom transformer_engine_overlay import apply_rotary_pos_emb_thd as f\n"
+        f"os.environb[b{variable!r}] = b'\\xffon'\n"
+        "f(torch.zeros(1, 1, 2), torch.zeros(1, 1, 1, 2), torch.zeros(2, dtype=torch.int32))\n"
+    )
+    assert f"ValueError: {variable} is '\\xffon'; it must be 1" in run_python(code, status=1).stderr

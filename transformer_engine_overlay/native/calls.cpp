@@ -9,6 +9,7 @@
 
 #include "faults.h"
 #include "fused_rope/thd_plan.h"
+#include "printable.h"
 
 namespace transformer_engine {
 namespace thd_rope {
@@ -22,7 +23,7 @@ PathRequest checked_request(const std::optional<std::string> &value) {
   const PathRequest request = parse_path_request(value ? value->c_str() : nullptr);
   if (request == PathRequest::kInvalid) {
     throw std::invalid_argument(
-        std::string(kPathVariable) + " is '" + *value +
+        std::string(kPathVariable) + " is '" + printable(*value) +
         "'; it must be 1 (token-linear), 0 (legacy grid) or unset (automatic)");
   }
   return request;

@@ -3,9 +3,12 @@
 #include "torch_view.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+
+#include "printable.h"
 
 namespace nb = nanobind;
 
@@ -70,7 +73,8 @@ struct Torch {
     const char *const wanted = std::getenv("TE_OVERLAY_DLPACK");
     const std::string value = wanted == nullptr ? "1" : wanted;
     if (value != "0" && value != "1") {
-      throw std::invalid_argument("TE_OVERLAY_DLPACK is '" + value + "'; it must be 1, 0 or unset");
+      throw std::invalid_argument("TE_OVERLAY_DLPACK is '" + printable(value) +
+                                  "'; it must be 1, 0 or unset");
     }
     if (value == "0") return nullptr;
     const nb::object capsule = nb::getattr(tensor_type, "__dlpack_c_exchange_api__", nb::none());
@@ -82,9 +86,14 @@ struct Torch {
   }
 };
 
+// No static local: while its guard is held Python may switch to a thread that waits for the guard,
+// with the GIL. Of two threads that come first together one leaves its copy behind.
 const Torch &torch() {
-  static const Torch *const instance = new Torch();
-  return *instance;
+  static std::atomic<const Torch *> instance{nullptr};
+  const Torch *first = instance.load(std::memory_order_acquire);
+  if (first != nullptr) return *first;
+  const Torch *const made = new Torch();
+  return instance.compare_exchange_strong(first, made) ? *made : *first;
 }
 
 nb::object steal_checked(PyObject *object) {
