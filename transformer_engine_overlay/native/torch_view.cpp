@@ -231,20 +231,25 @@ uintptr_t current_stream(int32_t device) {
 
 nb::object empty_like(nb::handle t, const TensorView &like, TensorView *view) {
   const nb::object function = get(torch().module, torch().empty_like);
-  const bool is_contiguous = like.strides[2] == 1 && like.strides[1] == like.shape[2] &&
-                             like.strides[0] == like.shape[1] * like.shape[2];
-  PyObject *const arguments[] = {t.ptr(), torch().contiguous_format.ptr()};
-  // A contiguous tensor's likeness is contiguous, and asking for it by name costs time.
-  PyObject *const names = is_contiguous ? nullptr : torch().empty_like_names.ptr();
-  nb::object output = steal_checked(PyObject_Vectorcall(function.ptr(), arguments, 1, names));
-  bool is_shown = false;
-  try {
-    is_shown = view_tensor(output, view);
-  } catch (const nb::python_error &) {  // a meta tensor, for one
-  }
-  if (!is_shown || view->ndim != like.ndim || view->dtype != like.dtype ||
-      view->device != like.device || !std::equal(like.shape, like.shape + like.ndim, view->shape) ||
-      !view->is_contiguous() || !view->has_memory()) {
+  const auto make = [&](bool by_name) {
+    PyObject *const arguments[] = {t.ptr(), torch().contiguous_format.ptr()};
+    PyObject *const names = by_name ? torch().empty_like_names.ptr() : nullptr;
+    nb::object output = steal_checked(PyObject_Vectorcall(function.ptr(), arguments, 1, names));
+    try {
+      if (!view_tensor(output, view)) view->ndim = -1;
+    } catch (const nb::python_error &) {  // a meta tensor, for one
+      view->ndim = -1;
+    }
+    return output;
+  };
+  // The likeness of a tensor whose dimensions lie in order is contiguous nearly always, and asking
+  // for that by name costs time.
+  const bool in_order = like.strides[0] >= like.strides[1] && like.strides[1] >= like.strides[2];
+  nb::object output = make(!in_order);
+  if (in_order && view->ndim >= 0 && !view->is_contiguous()) output = make(true);
+  if (view->ndim != like.ndim || view->dtype != like.dtype || view->device != like.device ||
+      !std::equal(like.shape, like.shape + like.ndim, view->shape) || !view->is_contiguous() ||
+      !view->has_memory()) {
     throw std::runtime_error(
         "torch.empty_like gave no plain tensor like its input; a torch mode (fake tensors, "
         "tracing) "
