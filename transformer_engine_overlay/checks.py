@@ -91,7 +91,9 @@ def check_memory(name: str, value: torch.Tensor) -> torch.Tensor:
     """Return `value` if its elements are in memory, those of a lazy tensor written out."""
     if value.is_neg() or value._is_zerotensor():
         return value.resolve_neg().clone()
-    if value.numel() > 0 and value.data_ptr() == 0:
+    # The address of a slice of nothing is its offset.
+    offset = value.storage_offset() * value.element_size()
+    if value.numel() > 0 and value.data_ptr() in (0, offset):
         raise _without_memory(name, value)
     return value
 
@@ -99,7 +101,7 @@ def check_memory(name: str, value: torch.Tensor) -> torch.Tensor:
 def _without_memory(name: str, value: torch.Tensor) -> TypeError:
     return TypeError(
         f"{name} is a {type(value).__name__} without memory of its own (fake, distributed, "
-        "quantised, ...); pass a plain tensor"
+        "quantised, freed, ...); pass a plain tensor"
     )
 
 
