@@ -147,10 +147,42 @@ class TestErrors:
         with pytest.raises(ValueError, match="cp_rank is 1"):
             apply_rotary_pos_emb_thd_qk(q, q, batch.freqs, batch.cu_seqlens, cp_rank=1)
 
+    @pytest.mark.parametrize("bad", [torch.zeros(300, 1, 1, 10), torch.zeros(300, 8)])
+    def test_the_table_that_is_wrong_is_named(self, bad: Any) -> None:
+        batch = case()
+        q, qkv = batch.random(301, 2, 8), batch.random(301, 2, 24)
+        good, cu = batch.freqs, batch.cu_seqlens
+        with pytest.raises((TypeError, ValueError), match=r"^freqs "):
+            apply_rotary_pos_emb_thd_qk(q, q, bad, cu, k_freqs=good)
+        if bad is not None:
+            with pytest.raises(ValueError, match=r"^k_freqs "):
+                apply_rotary_pos_emb_thd_qk(q, q, good, cu, k_freqs=bad)
+            with pytest.raises(ValueError, match=r"^freqs "):
+                apply_rotary_pos_emb_thd_qk(q, q, bad, cu)
+        with pytest.raises((TypeError, ValueError), match=r"^q_freqs "):
+            apply_fused_qkv_rotary_pos_emb_thd(qkv, bad, good, [8, 8, 8], cu)
+        with pytest.raises((TypeError, ValueError), match=r"^k_freqs "):
+            apply_fused_qkv_rotary_pos_emb_thd(qkv, good, bad, [8, 8, 8], cu)
+
 
 def test_checked_mode_looks_at_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TE_OVERLAY_CHECK", "1")
     batch = case(two_tables=True)
     batch.k_freqs = batch.k_freqs[:100].contiguous()
-    with pytest.raises(ValueError, match="100"):
+    with pytest.raises(ValueError, match="k_freqs has 100 rows"):
         batch.qk(batch.random(301, 2, 8), batch.random(301, 2, 8))
+    with pytest.raises(ValueError, match="k_freqs has 100 rows"):
+        batch.qkv(batch.random(301, 2, 24), [8, 8, 8])
+
+
+def test_a_gradient_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = case()
+    q, qkv = batch.random(200, 2, 8), batch.random(200, 2, 24)
+    outputs = [
+        batch.qk(q.requires_grad_(), q)[0],
+        batch.qkv(qkv.requires_grad_(), [8, 8, 8])[1],
+    ]
+    monkeypatch.setenv("TE_OVERLAY_CHECK", "1")
+    for output in outputs:
+        with pytest.raises(ValueError, match="but grad_q has 200 rows"):
+            output.sum().backward()

@@ -32,14 +32,17 @@ class Batch(NamedTuple):
     cp_rank: int
     transpose: bool
 
-    def rotate(self, name: str, t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        """Rotate one part by itself."""
+    def rotate(
+        self, name: str, t: torch.Tensor, table_name: str, freqs: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotate one part by itself; the names are for messages."""
         *_, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, transpose = self
         return rotate_checked(
-            name,
+            f"grad_{name}" if transpose else name,
             *(t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank),
             transpose,
             routed=False,
+            table_name=table_name,
         )
 
 
@@ -153,7 +156,11 @@ def rotate_qk(q: torch.Tensor, k: torch.Tensor, *arguments: Any) -> Pair:
         views = [x.unsqueeze(1) for x in (q, k, *outputs)]
         if _fused(views[:2], views[2:], batch):
             return outputs
-    return batch.rotate("q", q, batch.q_freqs), batch.rotate("k", k, batch.k_freqs)
+    of_key = "freqs" if batch.k_freqs is batch.q_freqs else "k_freqs"
+    return (
+        batch.rotate("q", q, "freqs", batch.q_freqs),
+        batch.rotate("k", k, of_key, batch.k_freqs),
+    )
 
 
 def split_qkv(qkv: torch.Tensor, width: int, d: int, d_v: int, *arguments: Any) -> Triple:
@@ -168,8 +175,8 @@ def split_qkv(qkv: torch.Tensor, width: int, d: int, d_v: int, *arguments: Any) 
         if _fused((query, key, value), views, batch):
             return outputs
     return (
-        batch.rotate("qkv", query.flatten(1, 2), batch.q_freqs),
-        batch.rotate("qkv", key.squeeze(2), batch.k_freqs),
+        batch.rotate("qkv", query.flatten(1, 2), "q_freqs", batch.q_freqs),
+        batch.rotate("qkv", key.squeeze(2), "k_freqs", batch.k_freqs),
         value.squeeze(2).clone(memory_format=torch.contiguous_format),
     )
 
@@ -190,8 +197,8 @@ def join_qkv(
     sources = (torch.unflatten(q, 1, targets[0].shape[1:3]), k.unsqueeze(2), v.unsqueeze(2))
     if _may_fuse(k) and _fused(sources, targets, batch):
         return qkv
-    targets[0].copy_(batch.rotate("grad_q", q, batch.q_freqs).view(targets[0].shape))
-    targets[1].copy_(batch.rotate("grad_k", k, batch.k_freqs).unsqueeze(2))
+    targets[0].copy_(batch.rotate("q", q, "q_freqs", batch.q_freqs).view(targets[0].shape))
+    targets[1].copy_(batch.rotate("k", k, "k_freqs", batch.k_freqs).unsqueeze(2))
     targets[2].copy_(sources[2])
     return qkv
 
