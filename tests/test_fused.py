@@ -193,6 +193,27 @@ def test_a_gradient_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> No
             output.sum().backward()
 
 
+class Meddling(torch.Tensor):
+    """A subclass that answers torch's functions with nonsense."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return 7
+
+
+def test_subclasses_are_taken_as_the_tensors_that_they_are() -> None:
+    batch = case()
+    q, k, qkv = batch.random(301, 4, 8), batch.random(301, 2, 8), batch.random(301, 2, 24)
+    outputs = [
+        *batch.qk(q.as_subclass(Meddling), k.as_subclass(Meddling)),
+        *batch.qkv(qkv.as_subclass(Meddling), [8, 8, 8]),
+    ]
+    assert all(type(y) is torch.Tensor for y in outputs)
+    assert all(map(same_bits, outputs, [*batch.qk(q, k), *batch.qkv(qkv, [8, 8, 8])]))
+
+
 def copies_of_inference_tensors(monkeypatch: pytest.MonkeyPatch, inputs: list[Any]) -> int:
     """Copies that a call of each kind keeps of its table and boundaries."""
     copies: list[torch.Tensor] = []

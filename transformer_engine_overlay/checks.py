@@ -170,8 +170,8 @@ def check_device(name: str, value: torch.Tensor, t: torch.Tensor) -> None:
         )
 
 
-def check_same_rows(q: object, k: object) -> None:
-    """Raise unless query and key differ in their heads alone."""
+def check_same_rows(q: object, k: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both as `check_tensor` does if query and key differ in their heads alone."""
     q, k = check_tensor("q", q), check_tensor("k", k)
     if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2]:
         raise ValueError(
@@ -183,11 +183,13 @@ def check_same_rows(q: object, k: object) -> None:
             f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; they must have one dtype "
             "and one device"
         )
+    return q, k
 
 
 def check_split(qkv: object, split: object) -> tuple[int, int, int]:
     """Return the widths of query heads, key and value if they make up a row of `qkv`."""
-    qkv = check_tensor("qkv", qkv)
+    if not (isinstance(qkv, torch.Tensor) and torch.compiler.is_compiling()):
+        qkv = check_tensor("qkv", qkv)  # of a traced one only the shape is there
     if qkv.dim() != 3:
         raise ValueError(
             f"qkv has shape {list(qkv.shape)}; it must be 3-D, [t, h, sum(qkv_split_arg_list)]"

@@ -150,7 +150,7 @@ def apply_fused_qkv_rotary_pos_emb_thd(
 def rotate_qk(q: torch.Tensor, k: torch.Tensor, *arguments: Any) -> Pair:
     """Rotate query and key, without autograd; `arguments` are those of `Batch`."""
     batch = Batch(*arguments)
-    checks.check_same_rows(q, k)
+    q, k = checks.check_same_rows(q, k)
     together = _rotate_qk_fused(q, k, batch) if _may_fuse(q) else None
     if together is not None:
         return together
@@ -164,6 +164,7 @@ def rotate_qk(q: torch.Tensor, k: torch.Tensor, *arguments: Any) -> Pair:
 def split_qkv(qkv: torch.Tensor, width: int, d: int, d_v: int, *arguments: Any) -> Triple:
     """Split, rotate and copy, without autograd; `arguments` are those of `Batch`."""
     batch = Batch(*arguments)
+    qkv = _plain("qkv", qkv)
     parts = _parts(qkv, width, d)
     together = _split_qkv_fused(parts, d_v, batch) if _may_fuse(qkv) else None
     if together is not None:
@@ -187,6 +188,7 @@ def join_qkv(
 ) -> torch.Tensor:
     """Do the transpose of `split_qkv`: rotate, and copy into one tensor ``[t, h, widths]``."""
     batch = Batch(*arguments)
+    q, k, v = _plain("q", q), _plain("k", k), _plain("v", v)
     qkv = _new(k, (*k.shape[:2], width + d + d_v))
     targets = _parts(qkv, width, d)
     sources = (torch.unflatten(q, 1, targets[0].shape[1:3]), k.unsqueeze(2), v.unsqueeze(2))
@@ -211,6 +213,11 @@ def _split_qkv_fused(parts: Triple, d_v: int, batch: Batch) -> Triple | None:
     q, k, v = (_new(key, shape) for shape in ((t, h * heads, d), (t, h, d), (t, h, d_v)))
     views = (q.view(query.shape), k.unsqueeze(2), v.unsqueeze(2))
     return (q, k, v) if _fused(parts, views, batch) else None
+
+
+def _plain(name: str, t: torch.Tensor) -> torch.Tensor:
+    """Return `t` as what it is, should a subclass answer torch's functions in its own way."""
+    return t if type(t) is torch.Tensor else checks.check_tensor(name, t)
 
 
 def _parts(qkv: torch.Tensor, width: int, d: int) -> Triple:
