@@ -169,6 +169,18 @@ def test_tensor_whose_memory_was_taken_is_refused(device: torch.device, argument
     call(good(device))
 
 
+@pytest.mark.parametrize("argument", ["t", "freqs", "cu_seqlens", "start_positions"])
+def test_slice_whose_memory_was_taken_is_refused(device: torch.device, argument: str) -> None:
+    """Its address is not zero, but its offset into nothing."""
+    arguments = good(device)
+    whole = torch.cat([arguments[argument]] * 2)
+    arguments[argument] = whole[len(whole) // 2 :]
+    whole.untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match=f"{argument} is a Tensor without memory of its own"):
+        call(arguments)
+    call(good(device))
+
+
 class Meddling(torch.Tensor):
     """A subclass that answers torch's functions with nonsense."""
 
@@ -244,6 +256,8 @@ def test_lazily_negated_tensors_are_written_out(device: torch.device) -> None:
 def test_zero_tensors_are_written_out(device: torch.device) -> None:
     zero = torch._efficientzerotensor((8, 2, 8), device=device)
     assert (call({**good(device), "t": zero}) == 0).all()
+    part = torch._efficientzerotensor((8, 2, 16), device=device)[..., 8:]
+    assert (call({**good(device), "t": part}) == 0).all()
 
 
 def test_cu_seqlens_is_required() -> None:
@@ -285,7 +299,8 @@ def test_both_ways_to_read_a_tensor(value: str) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"),
-            *("-k", "cpu and (bad_argument or any_strides or expanded or negated or zero_tensors)"),
+            "-k",
+            "cpu and (bad_argument or any_strides or expanded or negated or zero_tensors or taken)",
             *(__file__, str(Path(__file__).with_name("test_behaviour.py"))),
         ],
         env={**os.environ, "TE_OVERLAY_DLPACK": value},

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from fused_cases import FusedCase, outputs_and_grads
 from transformer_engine_overlay import (
     apply_fused_qkv_rotary_pos_emb_thd,
     apply_rotary_pos_emb_thd_qk,
+    fused,
 )
+from transformer_engine_overlay.thd import savable
 from transformer_engine_overlay.verify import same_bits
 
 CASES: dict[str, dict[str, Any]] = {
@@ -146,11 +149,125 @@ class TestErrors:
             apply_rotary_pos_emb_thd_qk(q, q, batch.freqs, batch.cu_seqlens.long())
         with pytest.raises(ValueError, match="cp_rank is 1"):
             apply_rotary_pos_emb_thd_qk(q, q, batch.freqs, batch.cu_seqlens, cp_rank=1)
+        with pytest.raises(TypeError, match="cu_seqlens is of type list"):
+            apply_rotary_pos_emb_thd_qk(q, q, batch.freqs, [0, 301])  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("bad", [None, torch.zeros(300, 1, 1, 10), torch.zeros(300, 8)])
+    def test_the_table_that_is_wrong_is_named(self, bad: Any) -> None:
+        batch = case()
+        q, qkv = batch.random(301, 2, 8), batch.random(301, 2, 24)
+        good, cu = batch.freqs, batch.cu_seqlens
+        with pytest.raises((TypeError, ValueError), match=r"^freqs "):
+            apply_rotary_pos_emb_thd_qk(q, q, bad, cu, k_freqs=good)
+        if bad is not None:
+            with pytest.raises(ValueError, match=r"^k_freqs "):
+                apply_rotary_pos_emb_thd_qk(q, q, good, cu, k_freqs=bad)
+            with pytest.raises(ValueError, match=r"^freqs "):
+                apply_rotary_pos_emb_thd_qk(q, q, bad, cu)
+        with pytest.raises((TypeError, ValueError), match=r"^q_freqs "):
+            apply_fused_qkv_rotary_pos_emb_thd(qkv, bad, good, [8, 8, 8], cu)
+        with pytest.raises((TypeError, ValueError), match=r"^k_freqs "):
+            apply_fused_qkv_rotary_pos_emb_thd(qkv, good, bad, [8, 8, 8], cu)
 
 
 def test_checked_mode_looks_at_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TE_OVERLAY_CHECK", "1")
     batch = case(two_tables=True)
     batch.k_freqs = batch.k_freqs[:100].contiguous()
-    with pytest.raises(ValueError, match="100"):
+    with pytest.raises(ValueError, match="k_freqs has 100 rows"):
         batch.qk(batch.random(301, 2, 8), batch.random(301, 2, 8))
+    with pytest.raises(ValueError, match="k_freqs has 100 rows"):
+        batch.qkv(batch.random(301, 2, 24), [8, 8, 8])
+
+
+def test_a_gradient_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = case()
+    q, qkv = batch.random(200, 2, 8), batch.random(200, 2, 24)
+    outputs = [
+        batch.qk(q.requires_grad_(), q)[0],
+        batch.qkv(qkv.requires_grad_(), [8, 8, 8])[1],
+    ]
+    monkeypatch.setenv("TE_OVERLAY_CHECK", "1")
+    for output in outputs:
+        with pytest.raises(ValueError, match="but grad_q has 200 rows"):
+            output.sum().backward()
+
+
+class Meddling(torch.Tensor):
+    """A subclass that answers torch's functions with nonsense."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return 7
+
+
+def test_subclasses_are_taken_as_the_tensors_that_they_are() -> None:
+    batch = case()
+    q, k, qkv = batch.random(301, 4, 8), batch.random(301, 2, 8), batch.random(301, 2, 24)
+    outputs = [
+        *batch.qk(q.as_subclass(Meddling), k.as_subclass(Meddling)),
+        *batch.qkv(qkv.as_subclass(Meddling), [8, 8, 8]),
+    ]
+    assert all(type(y) is torch.Tensor for y in outputs)
+    assert all(map(same_bits, outputs, [*batch.qk(q, k), *batch.qkv(qkv, [8, 8, 8])]))
+
+
+def copies_of_inference_tensors(monkeypatch: pytest.MonkeyPatch, inputs: list[Any]) -> int:
+    """Copies that a call of each kind keeps of its table and boundaries."""
+    copies: list[torch.Tensor] = []
+
+    def counted(value: torch.Tensor | None) -> torch.Tensor | None:
+        copy = savable(value)
+        copies.extend([copy] if copy is not None and copy is not value else [])
+        return copy
+
+    monkeypatch.setattr(fused, "savable", counted)
+    with torch.inference_mode():
+        batch = case()
+    q, k, qkv = inputs
+    for output in (*batch.qk(q, k), *batch.qkv(qkv, [8, 8, 8])):
+        if output.requires_grad:
+            output.sum().backward(retain_graph=True)
+    return len(copies)
+
+
+def test_inference_tensors_are_copied_for_a_gradient_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [case().random(301, 2, width) for width in (8, 8, 24)]
+    assert copies_of_inference_tensors(monkeypatch, inputs) == 0
+    for t in inputs:
+        t.requires_grad_()
+    # of each call the one table, once, and the boundaries
+    assert copies_of_inference_tensors(monkeypatch, inputs) == 4
+
+
+def test_outputs_that_were_not_filled_are_gone_before_others_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a call that the fused kernels do not take would need twice the memory."""
+    unused: list[weakref.ref[torch.Tensor]] = []
+    new, rotate = fused._new, fused.rotate_checked
+
+    def remembered(*arguments: Any) -> torch.Tensor:
+        unused.append(weakref.ref(output := new(*arguments)))
+        return output
+
+    def checked(*arguments: Any, **names: Any) -> torch.Tensor:
+        assert not any(reference() is not None for reference in unused)
+        return rotate(*arguments, **names)
+
+    monkeypatch.setattr(fused, "_may_fuse", lambda t: True)  # the kernels take none on the CPU
+    monkeypatch.setattr(fused, "_new", remembered)
+    monkeypatch.setattr(fused, "rotate_checked", checked)
+    batch = case()
+    batch.qk(batch.random(301, 4, 8), batch.random(301, 2, 8))
+    batch.qkv(batch.random(301, 2, 24), [8, 8, 8])
+    assert len(unused) == 5
+
+
+def test_zero_tensors_are_written_out() -> None:
+    batch = case()
+    zero = torch._efficientzerotensor((301, 2, 25), dtype=batch.dtype)[..., 1:]
+    assert not any(y.any() for y in batch.qkv(zero, [8, 8, 8]))
+    assert not any(y.any() for y in batch.qk(zero[..., :8], zero[..., 8:16]))

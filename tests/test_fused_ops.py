@@ -69,3 +69,15 @@ def test_opcheck(case: FusedCase, with_starts: bool) -> None:
     torch.library.opcheck(OPS.rotate_qk.default, (q, k, *batch))
     torch.library.opcheck(OPS.split_qkv.default, (qkv, *SPLIT, *batch))
     torch.library.opcheck(OPS.join_qkv.default, (q, k, v, *SPLIT, *batch))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(case: FusedCase, strict: bool) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            q, k, v = case.qkv(qkv, SPLIT)
+            return (*case.qk(q, k), v)
+
+    qkv = case.random(301, 2, sum(SPLIT))
+    exported = torch.export.export(Module(), (qkv,), strict=strict).module()
+    assert all(map(same_bits, exported(qkv), Module()(qkv)))

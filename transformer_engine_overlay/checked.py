@@ -54,6 +54,7 @@ def check_values(
     start_positions: torch.Tensor | None,
     cp_size: int,
     cp_rank: int,
+    table_name: str = "freqs",
 ) -> None:
     """Raise unless every sequence has its rows in the tensor and its positions in the table.
 
@@ -62,8 +63,8 @@ def check_values(
 
     Parameters
     ----------
-    name : str
-        What to call `t` in a message.
+    name, table_name : str
+        What to call `t` and `freqs` in a message.
     t : torch.Tensor
         ``[t, h, d]``; its shape alone is looked at.
     freqs : torch.Tensor
@@ -87,7 +88,7 @@ def check_values(
     starts = None
     if start_positions is not None:
         starts = start_positions[: len(boundaries) - 1].to("cpu", torch.int64)
-    _check_positions(boundaries, starts, freqs.shape[0], cp_size, cp_rank)
+    _check_positions(boundaries, starts, table_name, freqs.shape[0], cp_size, cp_rank)
 
 
 def _check_order(boundaries: torch.Tensor) -> None:
@@ -141,6 +142,7 @@ def _check_rows(boundaries: torch.Tensor, name: str, rows: int, cp_size: int, cp
 def _check_positions(
     boundaries: torch.Tensor,
     starts: torch.Tensor | None,
+    table_name: str,
     table_rows: int,
     cp_size: int,
     cp_rank: int,
@@ -154,8 +156,8 @@ def _check_positions(
     if bad.any():
         raise ValueError(
             f"{_describe_first(bad, boundaries)}; start_positions[{_first(bad)}] is "
-            f"{int(starts[_first(bad)])}, and it must not be negative: freqs has rows 0 to "
-            f"{table_rows - 1}"
+            f"{int(starts[_first(bad)])}, and it must not be negative: {table_name} has rows "
+            f"0 to {table_rows - 1}"
         )
     # This rank's second chunk of a sequence, of 2 * cp_size, is cp_rank chunks from the end.
     highest = starts + lengths - 1 - cp_rank * (lengths // (2 * cp_size))
@@ -169,8 +171,8 @@ def _check_positions(
     hint = ", which is the length of the whole sequences, not of a rank's share" * (cp_size > 1)
     raise ValueError(
         f"{_describe_first(bad, boundaries)}; it uses position {int(highest[i])}{start} on cp_rank "
-        f"{cp_rank} of cp_size {cp_size}, but freqs has {table_rows} rows. It must have at least "
-        f"{needed} for this batch{hint}"
+        f"{cp_rank} of cp_size {cp_size}, but {table_name} has {table_rows} rows. It must have at "
+        f"least {needed} for this batch{hint}"
     )
 
 

@@ -28,20 +28,21 @@ def normalize(
     interleaved: object,
     cp_size: object,
     cp_rank: object,
+    table_name: str = "freqs",
 ) -> Call:
     """Return the arguments as the kernels take them, or raise what is wrong with them.
 
     Parameters
     ----------
-    name : str
-        What to call `t` in a message.
+    name, table_name : str
+        What to call `t` and `freqs` in a message.
     t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank
         As for `transformer_engine_overlay.apply_rotary_pos_emb_thd`.
 
     Returns
     -------
     tuple
-        All but `name`, the table contiguous float32 and the metadata contiguous int32.
+        All but the names, the table contiguous float32 and the metadata contiguous int32.
 
     Raises
     ------
@@ -49,7 +50,7 @@ def normalize(
         See the module.
     """
     t = check_input(name, t)
-    table = check_table(freqs, t)
+    table = check_table(table_name, freqs, t)
     boundaries = check_metadata("cu_seqlens", cu_seqlens, t, 1, "b + 1 entries")
     if boundaries.shape[0] > _native.MAX_SEQUENCES:
         raise ValueError(
@@ -91,7 +92,9 @@ def check_memory(name: str, value: torch.Tensor) -> torch.Tensor:
     """Return `value` if its elements are in memory, those of a lazy tensor written out."""
     if value.is_neg() or value._is_zerotensor():
         return value.resolve_neg().clone()
-    if value.numel() > 0 and value.data_ptr() == 0:
+    # The address of a slice of nothing is its offset.
+    offset = value.storage_offset() * value.element_size()
+    if value.numel() > 0 and value.data_ptr() in (0, offset):
         raise _without_memory(name, value)
     return value
 
@@ -99,7 +102,7 @@ def check_memory(name: str, value: torch.Tensor) -> torch.Tensor:
 def _without_memory(name: str, value: torch.Tensor) -> TypeError:
     return TypeError(
         f"{name} is a {type(value).__name__} without memory of its own (fake, distributed, "
-        "quantised, ...); pass a plain tensor"
+        "quantised, freed, ...); pass a plain tensor"
     )
 
 
@@ -120,24 +123,24 @@ def check_input(name: str, t: object) -> torch.Tensor:
     return check_memory(name, t)
 
 
-def check_table(freqs: object, t: torch.Tensor) -> torch.Tensor:
+def check_table(name: str, freqs: object, t: torch.Tensor) -> torch.Tensor:
     """Return the angle table as contiguous float32; a clean table comes back as it is."""
-    freqs = check_tensor("freqs", freqs)
+    freqs = check_tensor(name, freqs)
     if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1:
         raise ValueError(
-            f"freqs has shape {list(freqs.shape)}; it must be [s, 1, 1, d2]: one table for all "
+            f"{name} has shape {list(freqs.shape)}; it must be [s, 1, 1, d2]: one table for all "
             "sequences and heads"
         )
     rotary_dim = freqs.shape[3]
     if rotary_dim % 2 or rotary_dim > t.shape[2]:
         raise ValueError(
-            f"freqs has d2 = {rotary_dim} (its last dimension); it must be even and at most "
+            f"{name} has d2 = {rotary_dim} (its last dimension); it must be even and at most "
             f"d = {t.shape[2]}, the last dimension of the rotated tensor"
         )
-    check_device("freqs", freqs, t)
+    check_device(name, freqs, t)
     if not freqs.is_floating_point():
-        raise TypeError(f"freqs has dtype {freqs.dtype}; it must be a floating-point type")
-    return check_memory("freqs", freqs).to(torch.float32).contiguous()
+        raise TypeError(f"{name} has dtype {freqs.dtype}; it must be a floating-point type")
+    return check_memory(name, freqs).to(torch.float32).contiguous()
 
 
 def check_metadata(
@@ -167,8 +170,8 @@ def check_device(name: str, value: torch.Tensor, t: torch.Tensor) -> None:
         )
 
 
-def check_same_rows(q: object, k: object) -> None:
-    """Raise unless query and key differ in their heads alone."""
+def check_same_rows(q: object, k: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both as `check_tensor` does if query and key differ in their heads alone."""
     q, k = check_tensor("q", q), check_tensor("k", k)
     if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2]:
         raise ValueError(
@@ -180,11 +183,13 @@ def check_same_rows(q: object, k: object) -> None:
             f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; they must have one dtype "
             "and one device"
         )
+    return q, k
 
 
 def check_split(qkv: object, split: object) -> tuple[int, int, int]:
     """Return the widths of query heads, key and value if they make up a row of `qkv`."""
-    qkv = check_tensor("qkv", qkv)
+    if not (isinstance(qkv, torch.Tensor) and torch.compiler.is_compiling()):
+        qkv = check_tensor("qkv", qkv)  # of a traced one only the shape is there
     if qkv.dim() != 3:
         raise ValueError(
             f"qkv has shape {list(qkv.shape)}; it must be 3-D, [t, h, sum(qkv_split_arg_list)]"

@@ -32,14 +32,17 @@ class Batch(NamedTuple):
     cp_rank: int
     transpose: bool
 
-    def rotate(self, name: str, t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        """Rotate one part by itself."""
+    def rotate(
+        self, name: str, t: torch.Tensor, table_name: str, freqs: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotate one part by itself; the names are for messages."""
         *_, cu_seqlens, start_positions, interleaved, cp_size, cp_rank, transpose = self
         return rotate_checked(
-            name,
+            f"grad_{name}" if transpose else name,
             *(t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank),
             transpose,
             routed=False,
+            table_name=table_name,
         )
 
 
@@ -147,29 +150,29 @@ def apply_fused_qkv_rotary_pos_emb_thd(
 def rotate_qk(q: torch.Tensor, k: torch.Tensor, *arguments: Any) -> Pair:
     """Rotate query and key, without autograd; `arguments` are those of `Batch`."""
     batch = Batch(*arguments)
-    checks.check_same_rows(q, k)
-    if _may_fuse(q):
-        outputs = (_new(q, q.shape), _new(k, k.shape))
-        views = [x.unsqueeze(1) for x in (q, k, *outputs)]
-        if _fused(views[:2], views[2:], batch):
-            return outputs
-    return batch.rotate("q", q, batch.q_freqs), batch.rotate("k", k, batch.k_freqs)
+    q, k = checks.check_same_rows(q, k)
+    together = _rotate_qk_fused(q, k, batch) if _may_fuse(q) else None
+    if together is not None:
+        return together
+    of_key = "freqs" if batch.k_freqs is batch.q_freqs else "k_freqs"
+    return (
+        batch.rotate("q", q, "freqs", batch.q_freqs),
+        batch.rotate("k", k, of_key, batch.k_freqs),
+    )
 
 
 def split_qkv(qkv: torch.Tensor, width: int, d: int, d_v: int, *arguments: Any) -> Triple:
     """Split, rotate and copy, without autograd; `arguments` are those of `Batch`."""
     batch = Batch(*arguments)
-    t, h = qkv.shape[:2]
-    query, key, value = _parts(qkv, width, d)
-    if _may_fuse(qkv):
-        shapes = ((t, h * (width // d), d), (t, h, d), (t, h, d_v))
-        outputs: Triple = tuple(_new(qkv, shape) for shape in shapes)  # type: ignore[assignment]
-        views = [outputs[0].view(query.shape), outputs[1].unsqueeze(2), outputs[2].unsqueeze(2)]
-        if _fused((query, key, value), views, batch):
-            return outputs
+    qkv = _plain("qkv", qkv)
+    parts = _parts(qkv, width, d)
+    together = _split_qkv_fused(parts, d_v, batch) if _may_fuse(qkv) else None
+    if together is not None:
+        return together
+    query, key, value = parts
     return (
-        batch.rotate("qkv", query.flatten(1, 2), batch.q_freqs),
-        batch.rotate("qkv", key.squeeze(2), batch.k_freqs),
+        batch.rotate("qkv", query.flatten(1, 2), "q_freqs", batch.q_freqs),
+        batch.rotate("qkv", key.squeeze(2), "k_freqs", batch.k_freqs),
         value.squeeze(2).clone(memory_format=torch.contiguous_format),
     )
 
@@ -185,15 +188,36 @@ def join_qkv(
 ) -> torch.Tensor:
     """Do the transpose of `split_qkv`: rotate, and copy into one tensor ``[t, h, widths]``."""
     batch = Batch(*arguments)
+    q, k, v = _plain("q", q), _plain("k", k), _plain("v", v)
     qkv = _new(k, (*k.shape[:2], width + d + d_v))
     targets = _parts(qkv, width, d)
     sources = (torch.unflatten(q, 1, targets[0].shape[1:3]), k.unsqueeze(2), v.unsqueeze(2))
     if _may_fuse(k) and _fused(sources, targets, batch):
         return qkv
-    targets[0].copy_(batch.rotate("grad_q", q, batch.q_freqs).view(targets[0].shape))
-    targets[1].copy_(batch.rotate("grad_k", k, batch.k_freqs).unsqueeze(2))
+    targets[0].copy_(batch.rotate("q", q, "q_freqs", batch.q_freqs).view(targets[0].shape))
+    targets[1].copy_(batch.rotate("k", k, "k_freqs", batch.k_freqs).unsqueeze(2))
     targets[2].copy_(sources[2])
     return qkv
+
+
+# Apart from their callers, so that outputs that were not filled are gone before others are made.
+def _rotate_qk_fused(q: torch.Tensor, k: torch.Tensor, batch: Batch) -> Pair | None:
+    outputs = (_new(q, q.shape), _new(k, k.shape))
+    views = [x.unsqueeze(1) for x in (q, k, *outputs)]
+    return outputs if _fused(views[:2], views[2:], batch) else None
+
+
+def _split_qkv_fused(parts: Triple, d_v: int, batch: Batch) -> Triple | None:
+    query, key, _ = parts
+    t, h, heads, d = query.shape
+    q, k, v = (_new(key, shape) for shape in ((t, h * heads, d), (t, h, d), (t, h, d_v)))
+    views = (q.view(query.shape), k.unsqueeze(2), v.unsqueeze(2))
+    return (q, k, v) if _fused(parts, views, batch) else None
+
+
+def _plain(name: str, t: torch.Tensor) -> torch.Tensor:
+    """Return `t` as what it is, should a subclass answer torch's functions in its own way."""
+    return t if type(t) is torch.Tensor else checks.check_tensor(name, t)
 
 
 def _parts(qkv: torch.Tensor, width: int, d: int) -> Triple:
@@ -202,8 +226,8 @@ def _parts(qkv: torch.Tensor, width: int, d: int) -> Triple:
     return torch.unflatten(query, 2, (width // d, d)), rest[..., None, :d], rest[..., None, d:]
 
 
-def _may_fuse(t: object) -> bool:
-    return isinstance(t, torch.Tensor) and t.is_cuda and not checked.is_requested()
+def _may_fuse(t: torch.Tensor) -> bool:
+    return t.is_cuda and not checked.is_requested()
 
 
 def _new(t: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -227,8 +251,13 @@ def _fused(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], batc
 
 
 def _save(ctx: Any, arguments: Sequence[Any]) -> None:
-    """Keep the arguments of `Batch` for the backward pass."""
-    ctx.save_for_backward(*map(savable, arguments[:4]))
+    """Keep the arguments of `Batch`, which a call has checked, for the backward pass."""
+    if not any(ctx.needs_input_grad):
+        return
+    q_freqs, k_freqs, *metadata = arguments[:4]
+    q_table = savable(q_freqs)
+    k_table = q_table if k_freqs is q_freqs else savable(k_freqs)  # one table stays one
+    ctx.save_for_backward(q_table, k_table, *map(savable, metadata))
     ctx.scalars = arguments[4:]
 
 
@@ -240,8 +269,9 @@ def _transposed(ctx: Any) -> tuple[Any, ...]:
 class _RotateQk(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, *arguments: Any) -> Pair:
+        outputs = rotate_qk(q, k, *arguments)
         _save(ctx, arguments)
-        return rotate_qk(q, k, *arguments)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor) -> tuple[Any, ...]:
@@ -252,9 +282,10 @@ class _RotateQk(torch.autograd.Function):
 class _SplitQkv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, *arguments: Any) -> Triple:
+        outputs = split_qkv(qkv, *arguments)
         ctx.split = arguments[:3]
         _save(ctx, arguments[3:])
-        return split_qkv(qkv, *arguments)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -268,9 +299,10 @@ class _JoinQkv(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
     ) -> torch.Tensor:
+        qkv = join_qkv(q, k, v, *arguments)
         ctx.split = arguments[:3]
         _save(ctx, arguments[3:])
-        return join_qkv(q, k, v, *arguments)
+        return qkv
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

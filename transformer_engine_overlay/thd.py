@@ -139,8 +139,12 @@ def rotate_checked(
     transpose: bool,
     *,
     routed: bool,
+    table_name: str = "freqs",
 ) -> torch.Tensor:
-    """Do what `rotate_thd` does; `name` is what messages call `t`, `routed` is for the counters."""
+    """Do what `rotate_thd` does.
+
+    `name` and `table_name` are what messages call `t` and `freqs`, `routed` is for the counters.
+    """
     check_values = checked.is_requested()
     output = None
     if not check_values:
@@ -152,10 +156,13 @@ def rotate_checked(
         )
     if output is None:  # not plain: it has to be converted, or refused
         t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank = checks.normalize(
-            name, t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank
+            *(name, t, freqs, cu_seqlens, start_positions, interleaved, cp_size, cp_rank),
+            table_name,
         )
         if check_values:
-            checked.check_values(name, t, freqs, cu_seqlens, start_positions, cp_size, cp_rank)
+            checked.check_values(
+                *(name, t, freqs, cu_seqlens, start_positions, cp_size, cp_rank), table_name
+            )
         output = _native.rotate(
             *(t, freqs, start_positions, interleaved, cu_seqlens, cp_size, cp_rank),
             transpose,

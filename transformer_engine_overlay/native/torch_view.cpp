@@ -60,7 +60,7 @@ struct Torch {
           get_device = intern("get_device"), data_ptr = intern("data_ptr"),
           is_cuda = intern("is_cuda"), is_cpu = intern("is_cpu"), is_neg = intern("is_neg"),
           empty_like = intern("empty_like"), cuda_stream = intern("cuda_stream"),
-          get_num_threads = intern("get_num_threads");
+          get_num_threads = intern("get_num_threads"), storage_offset = intern("storage_offset");
   nb::tuple empty_like_names = nb::make_tuple(intern("memory_format"));
   const DlExchange *exchange = find_exchange(tensor_type);
 
@@ -183,6 +183,19 @@ bool view_by_attributes(nb::handle tensor, TensorView *view) {
   return true;
 }
 
+// A slice of a tensor without memory (zeros of autograd, a storage that was freed) shows its offset
+// as an address. No memory that torch allocates lies so low but a small heap on the CPU, so that
+// hardly a call pays for the question.
+constexpr uintptr_t kLowAddress = uintptr_t{1} << 40;
+
+void forget_offset_into_nothing(nb::handle tensor, TensorView *view) {
+  const auto address = reinterpret_cast<uintptr_t>(view->data);
+  if (address == 0 || address >= kLowAddress || view->dtype == ViewType::kOther) return;
+  const bool is_wide = view->dtype == ViewType::kFloat32 || view->dtype == ViewType::kInt32;
+  const uintptr_t offset = to_address(call(tensor, torch().storage_offset));
+  if (address == offset * (is_wide ? 4 : 2)) view->data = nullptr;
+}
+
 }  // namespace
 
 int64_t TensorView::numel() const {
@@ -205,8 +218,10 @@ bool TensorView::is_contiguous() const {
 bool view_tensor(nb::handle object, TensorView *view) {
   const auto *tensor_type = reinterpret_cast<PyTypeObject *>(torch().tensor_type.ptr());
   if (!PyObject_TypeCheck(object.ptr(), const_cast<PyTypeObject *>(tensor_type))) return false;
-  return torch().exchange != nullptr ? view_by_exchange(object, view)
-                                     : view_by_attributes(object, view);
+  const bool is_shown = torch().exchange != nullptr ? view_by_exchange(object, view)
+                                                    : view_by_attributes(object, view);
+  if (is_shown) forget_offset_into_nothing(object, view);
+  return is_shown;
 }
 
 bool is_plain_type(nb::handle tensor) {
