@@ -71,6 +71,19 @@ def test_one_gradient_missing() -> None:
     assert not k.grad.any()
 
 
+@pytest.mark.parametrize("needed", ["q", "k"])
+def test_one_of_both_needs_a_gradient(needed: str) -> None:
+    batch = case()
+    parts = {name: batch.random(301, 2, 8) for name in "qk"}
+    t = parts[needed].requires_grad_()
+    index = list(parts).index(needed)
+    grads = [
+        torch.autograd.grad(function(**parts)[index].sum(), t)[0]
+        for function in (batch.qk, batch.qk_apart)
+    ]
+    assert same_bits(*grads)
+
+
 def test_gradient_of_the_gradient() -> None:
     batch = case(dtype=torch.float32)
     qkv = batch.random(301, 2, 24).requires_grad_()
@@ -86,6 +99,13 @@ def test_strided_query_of_a_fused_projection() -> None:
     fused = batch.random(301, 2, 3, 8)
     q, k = fused[:, :, 0], fused[:, :, 1]
     assert all(map(same_bits, batch.qk(q, k), batch.qk_apart(q, k)))
+
+
+def test_a_value_that_lies_contiguous_is_copied() -> None:
+    batch = case()
+    qkv = batch.random(1, 1, 24)
+    v = batch.qkv(qkv, [8, 8, 8])[2]
+    assert v.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr()
 
 
 def test_nothing_to_do() -> None:
@@ -107,6 +127,9 @@ class TestErrors:
             ([8, 8, 9], "must sum to the last dimension"),
             ([12, 8, 4], "multiple of the key width"),
             ([16, 0, 8], "multiple of the key width"),
+            ([0, 8, 16], "multiple of the key width"),
+            ([-8, 16, 16], "multiple of the key width"),
+            ([16, 16, -8], "multiple of the key width"),
             ([8, 8.0, 8], "must be an int"),
         ],
     )
@@ -141,6 +164,11 @@ class TestErrors:
         batch = case()
         with pytest.raises(ValueError, match="one dtype"):
             batch.qk(batch.random(301, 2, 8), batch.random(301, 2, 8).float())
+
+    def test_qk_devices(self) -> None:
+        q = case().random(301, 2, 8)
+        with pytest.raises(ValueError, match=r"q is .* on cpu and k .* on meta; .* one device"):
+            case().qk(q, q.to("meta"))
 
     def test_what_a_plain_call_refuses(self) -> None:
         batch = case()
